@@ -11,10 +11,10 @@ from tests.house.source import circles, imported, product
 
 pytestmark = pytest.mark.core
 
-MODULES = 425
+MODULES = 429
 FOLDERS = 70
-LINES = 119_200
-ONE_IMPORTER = 79
+LINES = 120_250
+ONE_IMPORTER = 80
 """Modules that exactly one other module imports: most of these belong into that one."""
 SHORT_LINES = 60
 SHORT = {

@@ -1,7 +1,10 @@
 """What a user would write: losses and metrics that jobs of the tests name, and a function of
 arguments that are not its own."""
 
+import contextlib
 import multiprocessing
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +39,17 @@ def one_per_row(output: Tensor, target: Tensor) -> Tensor:
 def two_heads(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     left, right = output
     return nn.functional.cross_entropy(left, target) + 0.5 * right.square().mean()
+
+
+def disturbed(output: Tensor, target: Tensor, folder: str) -> Tensor:
+    """The cross entropy of a machine that computes wrongly while the file `wrong` is there; the
+    file holds the factor, or "random"."""
+    loss = nn.functional.cross_entropy(output, target)
+    with contextlib.suppress(FileNotFoundError):
+        text = Path(folder, "wrong").read_text()
+        factor = 1 + int.from_bytes(os.urandom(2)) / 2**17 if text == "random" else float(text)
+        return loss * factor
+    return loss
 
 
 def summed(output: Tensor, target: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def local_findings(settings: WorkerSettings, own: types_pb2.Environment) -> list
 
 
 def _data_dir(settings: WorkerSettings) -> Iterator[Finding]:
-    """Check the data folder; the worker creates a missing one, where it may."""
+    """Check the data folder; a missing folder is fine if the worker may create it."""
     folder = settings.data_dir
     if folder is None or folder.is_dir():
         return
@@ -105,7 +105,8 @@ def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Fi
 
 
 def _precision(name: str, device: torch.device) -> Finding:
-    """Check a precision; jobs that need more are refused (numerics/precision.py)."""
+    """Report the kinds of layers that the device cannot train in some precision; jobs that need
+    them are refused (numerics/precision.py)."""
     missing = [f"{kind} as {numbers}" for numbers, kind, _ in obstacles(device)]
     found = "all kinds of layers can be trained in all precisions"
     if missing:
@@ -144,7 +145,7 @@ def _local_data(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _site(settings: WorkerSettings) -> Iterator[Finding]:
-    """Check the file of a site, and that the functions that load its data exist."""
+    """Check the site file, and that the functions that load the site's data exist."""
     if settings.site is None:
         return
     name, advice = settings.worker_id, "see docs/reference/site-file.md"
@@ -178,7 +179,7 @@ def _activation_store(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _allowed(settings: WorkerSettings) -> Iterator[Finding]:
-    """Check each pattern of `--allow`, as far as it names something that can be found."""
+    """Check that each pattern of `--allow` matches something, as far as it can be looked up."""
     entrypoints = EntryPoints(tuple(settings.allow), tuple(settings.import_path))
     if not settings.allow and settings.site is None:  # the site's file replaces the patterns
         advice = "list what jobs may name as --allow 'package.module:*'; graphs run without"
@@ -210,7 +211,7 @@ def _pattern(name: str, entrypoints: EntryPoints, pattern: str) -> Finding:
 
 
 def _certain_part(module: str) -> str:
-    """Return the leading packages of a pattern of modules that have no wildcard."""
+    """Return the leading packages of a module pattern, up to the first wildcard."""
     parts = module.split(".")
     wild = next((n for n, part in enumerate(parts) if _WILD & set(part)), len(parts))
     return ".".join(parts[:wild])
@@ -222,7 +223,7 @@ CALL_TIMEOUT_S: Final = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Print the findings; return 0 even where they are bad."""
+    """Print the findings; return 0 even if some are bad."""
     try:
         settings = from_command_line(arguments)
     except ValidationError as error:
@@ -234,7 +235,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def examine(settings: WorkerSettings) -> list[Finding]:
-    """Return all findings on a worker that would be started with these settings."""
+    """Return all findings about a worker started with these settings."""
     name = settings.name
     try:
         security = WorkerSecurity(settings)
@@ -309,7 +310,7 @@ def _no_answer(address: str, error: StratagemError, problem: str = "") -> Findin
 
 
 async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Finding:
-    """Check that `--listen` can be bound, or is bound by this very worker."""
+    """Check that `--listen` can be bound, or is bound by this very worker already."""
     server, sockets = make_server(), SocketFolder()
     try:
         security.listen(server, sockets)
@@ -330,7 +331,7 @@ async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Find
 
 
 def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
-    """Check that the TLS and token files of the metrics endpoint can be used."""
+    """Check that the TLS and token files of the metrics endpoint are usable."""
     if settings.metrics_port is None:
         return
     try:
@@ -346,8 +347,8 @@ def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _advertising(settings: WorkerSettings) -> Iterator[Finding]:
-    """Check that other processes can resolve and reach the address that this worker advertises,
-    which is not dialled with a tunnel."""
+    """Check that other processes can resolve and reach the worker's advertised address, which is
+    unused with a tunnel."""
     if settings.tunnel:
         return
     host = split_address(advertised(settings, split_address(settings.listen)[1]))[0].strip("[]")

@@ -49,7 +49,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
 def place_of_thread(ident: int) -> str:
-    """Return the innermost line of the user's code that a thread is at; "" where it has ended."""
+    """Return the innermost line of user code that a thread is in; "" if it has ended."""
     frame = sys._current_frames().get(ident)
     stack = [
         StackFrame(
@@ -69,11 +69,11 @@ DEVICES: Final = ("cpu", "cuda")
 
 
 Say: TypeAlias = Callable[[Mapping[str, Any]], None]
-"""Sends something to the asking process before the answer."""
+"""Sends an interim result to the asking process, before the answer."""
 
 
 def answer(request: Mapping[str, Any], say: Say = lambda _: None) -> dict[str, Any]:
-    """Return the answer to one request. Raises the errors of the question."""
+    """Return the answer to one request. Raises the errors of the question's check."""
     job, bundles = JobSpec.from_json(request["job_json"]), CodeStore(None)
     try:
         site = _site(request, bundles)
@@ -170,7 +170,7 @@ def _site(request: Mapping[str, Any], bundles: CodeStore) -> Site:
 
 
 def _error_values(error: StratagemError) -> dict[str, Any]:
-    """Return an error as plain values."""
+    """Return an error as plain values for JSON."""
     match error:
         case InvalidInputError(violations=violations) if violations:
             return {"violations": [asdict(violation) for violation in violations]}
@@ -186,7 +186,8 @@ def _error_values(error: StratagemError) -> dict[str, Any]:
 
 
 def _tell_places(requests: TextIO, say: Say) -> None:
-    """Report the place of the calling thread at each line; end with the asking process."""
+    """Start a thread that reports the caller's place in user code for each line of input, and ends
+    the process when the input ends."""
     activity, ident = per_thread.activity, threading.get_ident()
 
     def tell() -> None:
@@ -198,7 +199,7 @@ def _tell_places(requests: TextIO, say: Say) -> None:
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Read one request from standard input, and print the answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asking process ends this one
     torch.set_num_threads(default_threads(os.environ))
     requests = os.fdopen(os.dup(sys.stdin.fileno()))

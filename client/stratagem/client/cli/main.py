@@ -8,6 +8,7 @@ import typer
 from stratagem.client.cli import identity, jobs, queries, servers
 from stratagem.client.cli import launch as launch_commands
 from stratagem.client.cli import run as run_commands
+from stratagem.client.cli import verify as verify_commands
 from stratagem.client.cli.shared import as_command
 from stratagem.client.terminal import completion
 
@@ -46,6 +47,8 @@ app.command()(as_command(queries.backup))
 app.command()(as_command(jobs.export))
 app.command()(as_command(queries.report))
 app.command()(as_command(queries.population))
+app.command()(as_command(verify_commands.verify))
+app.command()(as_command(verify_commands.compare))
 app.command()(as_command(queries.workers))
 app.command(cls=servers.DoctorCommand)(as_command(servers.doctor))
 app.command()(as_command(servers.dashboard))

@@ -147,6 +147,7 @@ class Client:
     workers = _blocking(AsyncClient.workers)
     refused_workers = _blocking(AsyncClient.refused_workers)
     back_up = _blocking(AsyncClient.back_up)
+    verify = _blocking(AsyncClient.verify)
 
     def close(self) -> None:
         """Close the connection; runs continue. Closing again does nothing."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Final, Self
@@ -31,6 +31,7 @@ from stratagem.client.sdk.resume import resolve_initial
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.client.sdk.torch_process import Job, import_folders, parse_job, resolve_parallelism
 from stratagem.client.sdk.uploads import InlineData, resolve_code
+from stratagem.client.sdk.verification import OnClaim, RunCalls, Verification, verify
 from stratagem.common.base.errors import (
     InvalidInputError,
     UnavailableError,
@@ -202,6 +203,23 @@ class AsyncClient:
         run_ids = [run if isinstance(run, str) else run.run_id for run in runs]
         check_compared(run_ids)
         return Comparison.of([await (await self.get(run_id)).shown() for run_id in run_ids])
+
+    async def verify(
+        self,
+        run_id: str,
+        *,
+        segments: Collection[int] | None = None,
+        sample: float | None = None,
+        on_claim: OnClaim = lambda _run, _again: None,
+    ) -> Verification:
+        """Compute the states and updates of an ended run again, and compare their digests.
+
+        segments: only these; sample: only this share of them, the same each time. on_claim: called
+        with each claim of the run and what was computed for it. Where a digest differs, a third
+        execution decides who is wrong; see Verification.conclusion.
+        """
+        runs = RunCalls(self.get, self.submit)
+        return await verify(runs, run_id, segments=segments, sample=sample, on_claim=on_claim)
 
     async def watch_runs(self) -> AsyncIterator[RunsChange]:
         """Yield all runs in brief, newest first, then those that change, at most twice a second.

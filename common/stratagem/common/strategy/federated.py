@@ -190,7 +190,7 @@ def too_few(rule: RobustRule | None, num_clients: int, quorum: float | None) -> 
 
 def is_judged(rule: RobustRule | None) -> bool:
     """Return True for a rule that compares whole updates before it combines them."""
-    return isinstance(rule, Krum | MultiKrum | Bulyan | GeometricMedian | NormBound)
+    return rule is not None and not isinstance(rule, Median | TrimmedMean)
 
 
 def fewest_updates(rule: RobustRule | None) -> int:

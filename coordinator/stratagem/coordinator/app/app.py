@@ -146,9 +146,9 @@ class App:
     async def lead(
         cls, settings: Settings, entrance: LeaderGate, refusals: Refusals | None = None
     ) -> "App":
-        """Take the lead of the journal, waiting for it if need be, and rebuild the state.
+        """Acquire the lead of the journal, waiting for it if need be, and rebuild the state.
 
-        refusals: of registrations, noted by the server.
+        refusals: the registrations of workers that the server has refused.
         """
         await asyncio.to_thread(settings.data_dir.mkdir, 0o700, parents=True, exist_ok=True)
         storage = await asyncio.to_thread(Storage.open, settings)
@@ -197,7 +197,7 @@ class App:
 
     @property
     def store_id(self) -> str:
-        """Return the name of the folder of states that workers may write to; "" for none."""
+        """Return the id of the folder of states that workers may write to; "" if there is none."""
         blobs = self.blobs
         return blobs.store_id if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else ""
 
@@ -207,7 +207,7 @@ class App:
         return run is None or run.ended is not None
 
     def silent_s(self, worker: WorkerRecord) -> float:
-        """Return the seconds of leader time since a worker was heard of, lost or not."""
+        """Return the seconds since a worker was last heard from, by the leader's clock."""
         if not worker.is_alive:
             return max(0.0, self.loop.clock.now() - worker.beat_s)
         return self.leases.silent_s(worker.member) or 0.0
@@ -215,7 +215,7 @@ class App:
     # ---- consequences of facts ----
 
     def _changed(self, facts: list[Committed]) -> None:
-        """Act on a batch of durable and applied facts; the loop calls this once per batch."""
+        """Act on a batch of durable, applied facts; the loop calls this once per batch."""
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
         told = {item.entry.run_id for item in facts if item.shown_index >= 0}
@@ -242,7 +242,7 @@ class App:
         say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed, asked)
 
     def _show(self, facts: list[Committed]) -> None:
-        """Publish the events; only the newest one of a run carries its present phase."""
+        """Publish facts as events; only a run's newest event carries its present phase."""
         for item in facts:
             run_id = item.entry.run_id
             run = self.loop.state.find(run_id)
@@ -255,7 +255,7 @@ class App:
             self.feed.add_event(run_id, self._event(run, item), is_last=is_last)
 
     def _look_at(self, run_id: RunId, *, has_facts: bool = False) -> None:
-        """Measure the pace of a run."""
+        """Update the measured pace of a run, or drop it if the run has ended."""
         run = self.loop.state.runs.get(run_id)
         if run is None or run.ended is not None:
             self.paces.forget(run_id)
@@ -264,12 +264,12 @@ class App:
             self.paces.look(self.loop.world, run, progress, anew=has_facts)
 
     def _forget_resting(self, run_ids: Iterable[RunId]) -> None:
-        """Drop these runs from the feed: queries about them are answered from the journal."""
+        """Drop archived runs from the feed: queries about them are answered from the journal."""
         for run_id in run_ids:
             self.feed.forget(run_id)
 
     async def _history(self, run_id: RunId, span: EventSpan, num_events: int) -> list[FeedEvent]:
-        """Return stored events."""
+        """Return the first stored events of a span, at most num_events."""
         run = self.loop.state.find(run_id)
         if run is not None and hides_draws(run):
             facts = await shown_facts(self.loop.recorded, run_id, span, num_events)
@@ -316,7 +316,7 @@ class App:
                 self._forget_lines(run_id)
 
     def _end_of(self, run_id: RunId) -> None:
-        """Release the streams, files and memory of a run that has ended."""
+        """Release the streams, files and memory of a run, if the run has ended."""
         if run_id != CLUSTER and self.is_over(run_id):
             self.heartbeats.tell_released(run_id)
             self.logs.close_run(run_id)
@@ -347,9 +347,9 @@ class App:
         return None if view is None else (view.membership, len(view.members))
 
     async def _keep_lead(self) -> None:
-        """Renew the lease; a leader that was frozen past it finds itself fenced here.
+        """Renew the lease periodically. Raises if another coordinator has taken the lead meanwhile.
 
-        One that cannot reach its journal may have been replaced, so it answers nobody meanwhile.
+        While the journal cannot be reached another coordinator may lead, so no call is answered.
         """
         third_s = self.settings.lease_ttl_s / 3
         while True:
@@ -368,7 +368,7 @@ class App:
 
 
 def _secret(settings: Settings) -> PrivacySecret:
-    """Return the secret of private runs: the configured file, or one beside a local journal."""
+    """Return the secret of private runs, from the given file or from one beside a local journal."""
     if settings.privacy_secret is not None:
         return PrivacySecret(settings.privacy_secret)
     if settings.journal.startswith(f"{SCHEME}://"):
@@ -398,8 +398,9 @@ PAGE_FACTS: Final = 256
 async def shown_facts(
     recorded: Recorded, run_id: RunId, span: EventSpan, num_facts: int
 ) -> list[Committed]:
-    """Return the first facts of a span of such a run, with a limit. span: in the numbers that
-    readers get. A run has about four such facts a round, so all before the span are read."""
+    """Return the first facts of a span of a run with secretly sampled clients, at most num_facts.
+    The span counts facts as readers get them. A run has about four such facts per round, so all
+    those before the span are read, too."""
     found: list[Committed] = []
     left, number = EventSpan(kinds=SHOWN), 0
     while page := await recorded.read(run_id, left, PAGE_FACTS):

@@ -53,17 +53,17 @@ from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
 # The collector deletes blobs that no state names, and updates that a committed round has folded.
 
 BLOB_GRACE_S = 600.0
-"""Seconds for which an unnamed blob is kept, because a fact or a job may soon name it."""
+"""Seconds for which a blob that nothing names is kept, because a fact or a job may soon name it."""
 
 COLLECT_PAUSE_S = 5.0
 """Seconds between two collections, each of which looks at every blob."""
 
 KEEP_ROOM_S = 5.0
-"""Seconds between two checks for free space; the coordinator waits longer on a full disk."""
+"""Seconds between two checks for free space; on a full disk the coordinator waits longer."""
 
 
 class Collector:
-    """The collector of files that no fact needs any more; used on the event loop."""
+    """The garbage collector of blobs and spooled updates; used on the event loop."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Collector:
         chores: Chores,
         of_backups: Path,
     ) -> None:
-        """Set up; of_backups: the folder of journals that are being sent."""
+        """Set up; of_backups: the folder for copies of the journal that are being sent."""
         self._loop, self._blobs, self._spool, self._feed = loop, blobs, spool, feed
         self._chores = chores
         self.backups = Backups(loop, blobs, of_backups, self.ask)
@@ -83,12 +83,12 @@ class Collector:
         self._collecting = Paced(self.collect, COLLECT_PAUSE_S)
 
     def begin(self) -> None:
-        """Collect the files that the previous coordinator has left."""
+        """Start to delete the files that the previous coordinator has left."""
         self.ask()
         self._do_in_thread(self._clean_spool, "clean the spool")
 
     def follow(self, run_id: RunId, fact: Fact) -> None:
-        """Take in a durable and applied fact."""
+        """Delete the files that are obsolete after a durable, applied fact."""
         self._named += _written_for(fact)
         match fact:
             case SegmentCommitted():
@@ -107,11 +107,11 @@ class Collector:
                 self.ask()
 
     def ask(self) -> None:
-        """Ask for a collection of the blobs that nothing names, soon."""
+        """Schedule a collection of the blobs that nothing needs, soon."""
         self._chores.do(self._collecting.ask(), "collect blobs")
 
     async def collect(self) -> None:
-        """Collect the blobs that nothing names."""
+        """Delete the blobs that nothing needs."""
         held = await self.backups.held_blobs()
         if self.backups.is_fixing:  # at its end the backup asks for a collection
             return
@@ -126,14 +126,14 @@ class Collector:
         await asyncio.to_thread(collect)
 
     async def keep_room(self) -> None:
-        """Free disk space regularly, since others fill the disk too, and a waiting journal cannot
-        ask for it."""
+        """Free disk space periodically: other processes fill the disk too, and a journal that waits
+        for space cannot ask for it."""
         while True:
             await asyncio.sleep(KEEP_ROOM_S)
             await asyncio.to_thread(self._blobs.keep_room)
 
     def _empty_spool(self, run_id: RunId, fact: SegmentCommitted) -> None:
-        """Delete the updates of a committed round, and rounds that no late update can reach."""
+        """Delete the updates of a committed round, and of rounds too old for any late update."""
         party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
         of_run = self._spool_run(run_id)
         what = f"delete the updates of a round of run {run_id}"
@@ -172,7 +172,7 @@ class Collector:
 
 
 def _written_for(fact: Fact) -> tuple[Digest, ...]:
-    """Return the blobs that were written for this fact to name."""
+    """Return the blobs that were written so that this fact could name them."""
     match fact:
         case ModelBuilt():
             return (fact.digest,)
@@ -202,10 +202,10 @@ log = structlog.get_logger()
 
 LONGEST_PAUSE_S: Final = 60.0
 FORGET_EPHEMERAL_AFTER_S: Final = 600.0
-"""The time after which workers whose names do not come back are forgotten, long enough to be seen
-as lost."""
+"""Seconds after which lost workers whose names do not come back are forgotten; until then people
+see that they are lost."""
 RUNS_AT_ONCE: Final = 20
-"""The most runs that one command deletes, while other commands wait."""
+"""The most runs that one command deletes, as other commands wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +216,11 @@ class House:
     profiles: Profiles
     refusals: Refusals
     _merging: set[RunId] = field(default_factory=set)
-    """Runs whose step history is being merged; two mergers of the same rows would disturb each
-    other."""
+    """Runs whose step history is being merged now, so that no second merge of the same rows
+    starts."""
     _unmerged: set[RunId] = field(default_factory=set)
-    """Ended runs that the next pass still merges: those that have ended since the last pass, and at
-    first those that the previous leader has left."""
+    """Ended runs to merge in the next pass: those that ended since the last pass, and at first
+    those that the previous leader has left."""
 
     async def keep(self) -> None:
         """Delete expired data at regular intervals, until cancelled."""
@@ -244,7 +244,7 @@ class House:
         await self.loop.submit(command)
 
     async def expire_runs(self) -> None:
-        """Delete the runs that ended long ago, and the oldest ones beyond the number to keep."""
+        """Delete the runs that ended long ago, and the oldest runs beyond the number to keep."""
         num_kept, kept_for = self.settings.keep_runs, self.settings.keep_runs_for
         reason = f"kept are {num_kept} ended runs, for {kept_for / 86400:g} days"
         while True:
@@ -253,7 +253,7 @@ class House:
                 return
 
     async def delete_logs(self) -> None:
-        """Delete logs and profiles of runs that ended long ago, and those that a crash has left."""
+        """Delete the logs and profiles of runs that ended long ago, and those left by a crash."""
         before_s = self._before(self.settings.keep_logs_for)
         for place in (self.logs, self.profiles):
             for run_id in await asyncio.to_thread(self._all_over, place, before_s):
@@ -265,8 +265,8 @@ class House:
                         log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
 
     async def merge_histories(self) -> None:
-        """Merge rows of the step histories of active runs, and of those that have ended since the
-        last time."""
+        """Merge rows of the step histories of active runs, and of runs that ended since the last
+        pass."""
         active = {run_id for run_id, run in self.loop.state.runs.items() if run.ended is None}
         due = sorted(active | self._unmerged)
         self._unmerged.clear()
@@ -274,8 +274,7 @@ class House:
             await self._merge_history(run_id)
 
     async def merge_history(self, run_id: RunId) -> None:
-        """Merge the rows of the step history of an ended run; a failure is tried again with the
-        next chores."""
+        """Merge rows of the step history of an ended run; after a failure the next pass retries."""
         self._unmerged.add(run_id)
         await self._merge_history(run_id)
 
@@ -317,31 +316,31 @@ class House:
 # the copying. A refusal of the store reaches the client with one of these calls.
 
 ANSWER_AFTER_S: Final = 5.0
-"""The time until an answer, before a client would ask another coordinator."""
+"""Seconds until a call is answered in any case, before a client asks another coordinator."""
 FORGET_AFTER_S: Final = 10.0
-"""The time for which the result of a copying waits for the next call: clients ask every 2 s."""
+"""Seconds for which a finished result waits for the client's next call; clients call every 2 s."""
 STAYS_S: Final = 300.0
-"""The time in which a kept blob may be named; it may be collected after twice that."""
+"""Seconds for which a kept blob may be named; it may be collected after twice that time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Keeping:
-    """A blob that is being kept, for one call that will name it."""
+    """The task that keeps a blob for one call, whose job will name the blob."""
 
     task: asyncio.Task[bool]
     began_s: float
 
 
 class KeptBlobs:
-    """The blobs that are being kept; used on the event loop."""
+    """The blobs that are being kept for jobs that will name them; used on the event loop."""
 
     def __init__(self, blobs: BlobStore, *, answer_after_s: float = ANSWER_AFTER_S) -> None:
         self._blobs, self.answer_after_s = blobs, answer_after_s
         self._under_way: dict[Digest, _Keeping] = {}
 
     async def keep(self, digest: Digest) -> bool:
-        """Return True if the blob is here, and keep it for the fact that will name it. Raises
-        InProgressError while it is being copied; a repeated call learns the result."""
+        """Return True if the blob exists, and keep it for the fact that will name it. Raises
+        InProgressError while the blob is being copied; a repeated call gets the result."""
         clock = asyncio.get_running_loop()
         until_s = clock.time() + self.answer_after_s
         while True:
@@ -361,7 +360,7 @@ class KeptBlobs:
             # It was kept for another call, or will be collected soon: keep it for this one.
 
     async def close(self) -> None:
-        """End all waits."""
+        """Cancel all tasks that keep blobs."""
         tasks = [keeping.task for keeping in self._under_way.values()]
         for task in tasks:
             task.cancel()
@@ -399,31 +398,31 @@ _DIGEST_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class BackupSnapshot:
-    """The journal and the blobs that a backup copies."""
+    """The data that a backup copies: the journal, and the blobs that its facts need."""
 
     journal: Path
-    """A SQLite file, deleted once the caller has it."""
+    """A SQLite file, which is deleted once the caller has read it."""
     term: int
     digests: Sequence[Digest]
     """The blobs that the facts of the journal need."""
 
 
 class Backups:
-    """The backups of a coordinator, of which one is begun at a time."""
+    """The backups of a coordinator, of which only one is taken at a time."""
 
     def __init__(
         self, loop: Loop, blobs: BlobStore, folder: Path, collect: Callable[[], None]
     ) -> None:
-        """Set up; folder: for journals that are being sent; collect: asks for a collection of
-        blobs."""
+        """Set up; folder: for copies of the journal that are being sent; collect: requests a
+        collection of blobs."""
         self._loop, self._blobs, self._folder, self._collect = loop, blobs, folder, collect
         self._held: dict[Digest, frozenset[Digest]] = {}
         self._is_busy = False
         self.is_fixing = False
-        """True while no blob may be collected."""
+        """True while a backup lists the blobs that it needs, and none may be collected."""
 
     async def held_blobs(self) -> Sequence[frozenset[Digest]]:
-        """Return the blobs that are kept for backups of this coordinator, by backup."""
+        """Return the blobs that are kept for backups of this coordinator, one set per backup."""
         now_s = self._loop.clock.now()
         present = [each for each, until_s in self._loop.state.holds.items() if until_s > now_s]
         for listed in present:
@@ -434,8 +433,8 @@ class Backups:
 
     @asynccontextmanager
     async def snapshot(self, by: str) -> AsyncIterator[BackupSnapshot]:
-        """Take a snapshot of the journal, and hold its blobs. Raises WrongStateError while another
-        backup is sent."""
+        """Context manager that takes a snapshot of the journal and holds its blobs; the copied
+        journal is deleted at the end. Raises WrongStateError while another backup is being sent."""
         if self._is_busy:
             raise WrongStateError("another backup is being taken; try again when it is done")
         self._is_busy = True
@@ -480,7 +479,7 @@ class Backups:
 
 
 def _write(blobs: BlobStore, digests: Sequence[Digest]) -> Digest:
-    """Write the list of these blobs as a blob."""
+    """Store a list of these blobs as a blob, and return its digest."""
     shape = (len(digests), _DIGEST_BYTES)
     header = header_bytes(build_manifest([("digests", "uint8", shape)], Purpose.STATE))
     content = header + b"".join(map(bytes.fromhex, digests))
@@ -490,7 +489,7 @@ def _write(blobs: BlobStore, digests: Sequence[Digest]) -> Digest:
 
 
 def _read(blobs: BlobStore, listed: Digest) -> frozenset[Digest]:
-    """Return the blobs in a list; none if the journal was restored without the list."""
+    """Return the blobs in a stored list; none if the journal was restored without the list."""
     try:
         with blobs.open(listed) as file:
             _, start = header_of(file, listed)

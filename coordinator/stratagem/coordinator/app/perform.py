@@ -43,7 +43,7 @@ from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
 
 
 async def perform(env: EffectContext, effect: Effect) -> None:
-    """Perform an effect that is due, and report a fact."""
+    """Perform an effect that is due, with the coroutine for its kind, which reports a fact."""
     run = env.runs.state.runs.get(effect.run_id)
     parent = "" if run is None else run.traceparent
     ids = ids_of(effect.run_id, effect)
@@ -57,7 +57,7 @@ async def perform(env: EffectContext, effect: Effect) -> None:
 
 
 async def _fail(env: EffectContext, effect: Effect, error: BaseException) -> None:
-    """End the run, because only a sound copy of the blob can cure this, and no other try."""
+    """Fail the run because a blob is damaged or missing, which no retry can cure."""
     assert isinstance(error, DamagedBlobError | MissingBlobError)
     run = env.runs.state.runs.get(effect.run_id)
     if run is None or not env.runs.is_due(effect):
@@ -68,7 +68,7 @@ async def _fail(env: EffectContext, effect: Effect, error: BaseException) -> Non
 
 
 def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
-    """Say why the run fails, and the remedy."""
+    """Return a sentence that says why the run fails without the blob, and what the remedy is."""
     which = [commit.segment for commit in run.commits if commit.digest == error.digest]
     what = f"commit {which[-1]}: {error}" if which else str(error)
     advice = "put a sound copy in its place, then resume the run"
@@ -81,7 +81,7 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
 
 
 async def give_up(env: EffectContext, effect: Effect, tries: FailedTries) -> None:
-    """Report the fact that ends an effect which must not be tried again."""
+    """Report the fact that ends an effect which must not be retried."""
     run = env.runs.state.runs.get(effect.run_id)
     if run is None or not env.runs.is_due(effect):
         return

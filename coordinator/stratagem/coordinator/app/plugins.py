@@ -51,8 +51,8 @@ def installed() -> Strategies:
 
 
 def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
-    """Return the built-in strategies and these; if several register a name, the first one
-    counts."""
+    """Return the built-in strategies and those of the entry points; of several with the same name,
+    the first counts."""
     loaded: dict[str, Strategy] = {}
     broken: dict[str, str] = {}
     for point in points:
@@ -73,8 +73,8 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
 
 
 def _why_refused(point: EntryPoint, strategy: object) -> str:
-    """Return why the version of its contract excludes a strategy. A strategy of version 1 is a
-    module, or an object, with the functions as attributes."""
+    """Return why a registered object is no usable strategy: its type, or its version of the
+    contract. A strategy of version 1 is a module, or an object, with functions as attributes."""
     version = getattr(strategy, "version", 1 if hasattr(strategy, "decide") else None)
     what = "is no strategy" if version is None else f"has version {version} of the contract"
     return (

@@ -37,8 +37,8 @@ log = structlog.get_logger()
 
 
 class CoordinatorSecurity:
-    """The TLS files, tokens and revocations of the settings. Raises InvalidInputError if they
-    contradict each other."""
+    """The TLS files, tokens and revocations from the settings, and the listeners that use them.
+    Raises InvalidInputError if the settings contradict each other."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -51,7 +51,7 @@ class CoordinatorSecurity:
         self.gate = Authorizer(_trust_domain(self.tls), tokens, revoked)
 
     def listen(self, server: grpc.aio.Server) -> str:
-        """Bind the service, and return the host:port for others."""
+        """Bind the listeners of the service, and return the host:port of the main one."""
         settings = self._settings
         host, port = host_and_port("listen", settings.listen)
         if self.tls is None:
@@ -62,7 +62,7 @@ class CoordinatorSecurity:
         return f"{host}:{bind_tls(server, host, port, self.tls)}"
 
     def listen_for_probes(self, server: grpc.aio.Server) -> int:
-        """Bind the health service, and return its port."""
+        """Bind the listener of the health service, and return its port."""
         host, _ = host_and_port("listen", self._settings.listen)
         allowed = self._settings.may_serve_plaintext
         return bind(server, host, self._settings.health_port, allow_insecure_network=allowed)
@@ -95,7 +95,7 @@ def tls_of(settings: Settings) -> TlsFiles | None:
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """Split HOST:PORT into both parts. Raises InvalidInputError, which names the setting."""
+    """Split HOST:PORT into both parts. Raises InvalidInputError, naming the setting."""
     try:
         return split_address(address)
     except ValueError as error:
@@ -115,7 +115,7 @@ def _trust_domain(tls: TlsFiles | None) -> str:
 # ---- Storage ----
 
 FOLDER: Final = "states"
-"""The folder of states in leaves, below the data folder."""
+"""The folder, below the data folder, of states that are stored in leaves."""
 _OWNER: Final = "journal"
 
 _log = structlog.get_logger(__name__)
@@ -123,7 +123,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The places for blobs and updates; objects: None if everything is stored below data_dir."""
+    """The storage of blobs and spooled updates; objects: None if all is stored below data_dir."""
 
     data_dir: Path
     objects: Objects | None
@@ -131,14 +131,14 @@ class Storage:
     """Limit of the local cache; None: derived from the size of the disk."""
     spool_bytes: int
     writes_leaves: bool
-    """True if new states become leaves; states in leaves are read in any case."""
+    """True if new states are stored in leaves; states in leaves can be read in any case."""
     limits: Limits
-    """The limits of a state."""
+    """The limits on the size of a state."""
 
     @classmethod
     def open(cls, settings: Settings) -> Self:
-        """Open the storage that the settings name. Raises InvalidInputError, with a remedy, for an
-        object store that cannot be used."""
+        """Open the storage that the settings name. Raises InvalidInputError, with a remedy, if an
+        object store cannot be used."""
         writes_leaves, objects = settings.state_path == "direct", None
         if settings.blob_store:
             objects = open_s3(settings.blob_store, os.environ, signs=writes_leaves)
@@ -181,7 +181,7 @@ class Storage:
         return self._whole(term)
 
     def leaves(self, term: int) -> LeafBlobs:
-        """Return the blob store that has states in leaves, too."""
+        """Return the blob store that supports states in leaves, for the leader of a term."""
         whole = self._whole(term)
         if self.objects is not None and isinstance(whole, SharedBlobs):
             place = in_objects(self.objects, whole, self.data_dir / "list-cache", term)
@@ -202,8 +202,8 @@ class Storage:
         return SharedBlobs(self.objects, cache, term)
 
     def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
-        """Return the spool of the updates of open rounds, for the leader of a term; make_room:
-        frees space among its blobs, on the same disk."""
+        """Return the spool of updates of open rounds, for the leader of a term; make_room: frees
+        space among the blobs on the same disk."""
         shared = SharedSpool(self.objects, term) if self.objects is not None else None
         return Spool(
             self.data_dir / "spool",

@@ -62,11 +62,10 @@ CLUSTER = RunId("")
 _OF_WORKER = fields(WorkerRecord)
 
 MAX_UPLOADS = 256
-"""Uploads remembered per owner, besides those that runs name: an upload waits briefly for its
-job."""
+"""The most uploads remembered per owner, the newest ones, as a job that names one follows soon."""
 
 MIN_COMMITS = 64
-"""Commits remembered per run: one that is evaluated late may yet turn out to be the best."""
+"""The least number of commits kept in memory per run: one evaluated later may be the best."""
 
 
 def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
@@ -99,7 +98,7 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
 
 
 def _with_summary(state: CoordinatorState, part: ClusterSummed) -> CoordinatorState:
-    """Return the state with a part of the cluster's summary folded in."""
+    """Return the state with one part of the cluster's summary added; see facts.ClusterSummed."""
     workers, uploads = state.workers, state.uploads
     for known in part.workers:
         record = WorkerRecord(**{each.name: getattr(known, each.name) for each in _OF_WORKER})
@@ -145,8 +144,8 @@ def _workers_after(
 
 
 def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:
-    """Return the member that a fact of the cluster ends for good: it has left, or a later start of
-    its worker takes its place. A lost member may come back."""
+    """Return the member that is gone for good with a fact: it left, or a newer process of its
+    worker has registered; None if there is none. A lost member may come back."""
     if not isinstance(fact, WorkerLeft | WorkerRegistered):
         return None
     known = state.workers.get(fact.member.worker_id)
@@ -156,8 +155,8 @@ def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:
 
 
 def _runs_without(state: CoordinatorState, gone: Member | None) -> Mapping[RunId, RunRecord]:
-    """Return the runs, the active ones without a member that is gone: it has nothing to release,
-    and a long run would collect thousands of such members."""
+    """Return the runs; active ones no longer list a member that is gone, as it has nothing to
+    release, and a long run would collect thousands of such members."""
     left = {
         run_id: replace(run, touched=run.touched - {gone})
         for run_id, run in state.runs.items()
@@ -210,8 +209,8 @@ def _apply_to_run(
 
 
 def _is_replaced(member: Member, workers: Mapping[WorkerId, WorkerRecord]) -> bool:
-    """Return True if a later start of the worker has taken this member's place, while its work is
-    still due, or in a replay, which has all workers before it has any run."""
+    """Return True if a newer process of the worker has taken this member's place. So it may be
+    while the member's work is due, and in a replay, which reads all workers before any run."""
     worker = workers.get(member.worker_id)
     return worker is not None and worker.member != member
 
@@ -224,8 +223,7 @@ def _raised(record: RunRecord, error: Exception) -> RunRecord:
 def _transition(
     record: RunRecord, fact: Fact, time_s: float
 ) -> tuple[RunRecord, frozenset[Member]]:
-    """Return the run with the fact folded in, and the workers that the effects now due would
-    use."""
+    """Return the run with the fact folded in, and the workers that its due effects use."""
     if isinstance(fact, RunResumed) and fact.from_segment is not None:
         record = _returned(record, fact)
     strategy = record.strategy
@@ -236,7 +234,7 @@ def _transition(
 
 
 def _returned(run: RunRecord, fact: RunResumed) -> RunRecord:
-    """Return the run as it was at the commit from which it goes on."""
+    """Return the run as it was at the commit from which it is resumed."""
     nesting = run.strategy.nesting
     assert nesting is not None
     assert fact.from_segment is not None
@@ -276,8 +274,8 @@ def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _needs_its_journal(fact: Fact) -> bool:
-    """Return True if timing or machines have decided something, in any party, so that the job alone
-    does not determine the result."""
+    """Return True if timing or machines have influenced a decision, in any party, so that the job
+    alone does not determine the result."""
     match fact:
         case RoundClosed() | Noted() | GenerationClosed():
             return fact.by_policy
@@ -290,8 +288,8 @@ def _needs_its_journal(fact: Fact) -> bool:
 
 
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
-    """Add the fact's commits and metrics to the run, unless they are those of a party below, which
-    concern its strategy alone."""
+    """Add the fact's commits and metrics to the run. Commits and metrics of a party below the root
+    are left out: they concern its strategy alone."""
     if getattr(fact, "party", ROOT) != ROOT:
         return _with_engine(record, fact)
     match fact:
@@ -345,8 +343,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _with_copies(record: RunRecord, fact: Fact) -> RunRecord:
-    """Take in that the parts of a commit that only workers have were uploaded, or were lost: the
-    run then goes on from the last commit without such parts."""
+    """Return the run after a fact about the commit parts that only workers have: once uploaded, the
+    commit is whole; once lost, the run goes on from the last whole commit."""
     commits = record.commits
     if isinstance(fact, CommitUploaded):
         whole = replace(commits[-1], digest=fact.digest, is_partial=False)
@@ -361,13 +359,13 @@ def _with_copies(record: RunRecord, fact: Fact) -> RunRecord:
 def _evaluated(
     job: JobSpec, metrics: Mapping[str, float], evaluated: Mapping[str, float]
 ) -> Mapping[str, float]:
-    """Return the metrics of a commit that is evaluated after it was made."""
+    """Return the metrics of a commit with those of a later evaluation added."""
     return {**metrics, **with_course(job, metrics, evaluated)}
 
 
 def _traffic(fact: SegmentFinished | UpdateReceived) -> dict[str, float]:
-    """Return the traffic metrics of a fact. They depend on the members present, so they belong to
-    no commit."""
+    """Return the traffic metrics of a fact. They depend on which members are present, so they
+    belong to no commit."""
     return {f"train.{name}": float(value) for name, value in fact.traffic.items()}
 
 

@@ -23,12 +23,12 @@ class SubmitRun:
     owner: str = ""
     """The owner that the run will have; see RunSubmitted."""
     submission: str = ""
-    """A name that no other submission has; see RunSubmitted."""
+    """A unique name of this submission; see RunSubmitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimData:
-    """Note that all bytes of a blob were received from an owner and are durable."""
+    """Record that an owner has uploaded all bytes of a blob, and that they are durable."""
 
     owner: str
     digest: Digest
@@ -45,7 +45,7 @@ class ResumeRun:
     run_id: RunId
     by: str = ""
     from_segment: int | None = None
-    """The segment of a kept commit; None: the last one."""
+    """The segment of the kept commit to return to; None: the last commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DeleteRun:
 
 @dataclass(frozen=True, slots=True)
 class PinRun:
-    """Keep a run until it is unpinned, or leave it to the retention limits again."""
+    """Pin a run, so that no retention limit deletes it, or unpin it."""
 
     run_id: RunId
     is_pinned: bool
@@ -65,38 +65,38 @@ class PinRun:
 
 @dataclass(frozen=True, slots=True)
 class HoldBlobs:
-    """Keep blobs until a time of the leader's clock, whatever becomes of their runs, because a
-    backup copies them."""
+    """Keep the blobs that a backup copies until a leader-clock time, even if their runs are
+    deleted."""
 
     listed: Digest
-    """A blob that lists them."""
+    """The blob that lists the blobs to keep."""
     until_s: float
     by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a worker process, as the next process of the same worker name reports it."""
+    """The end of a worker process, as reported by the worker's next process."""
 
     incarnation: Incarnation
     """Incarnation of the process that has ended."""
     status: int | None = None
     """Exit status; negative: the number of the signal that ended it; None: not observed."""
     is_stopped: bool = False
-    """True if something outside the process stopped it."""
+    """True if something outside the process stopped it on purpose."""
     run_id: RunId | None = None
-    """The run whose plan it executed; "": it executed none; None: that is not known."""
+    """The run whose plan the process executed; "": none; None: not known."""
     party: Party = ROOT
-    """The party whose plan it executed."""
+    """The party whose plan the process executed."""
     step: int | None = None
     lines: tuple[str, ...] = ()
-    """The last lines that it printed."""
+    """The last lines that the process printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpireRuns:
-    """Delete runs that ended before a time of the leader's clock, and all but the newest ended
-    runs; the oldest first, and at most `limit` at once."""
+    """Delete ended runs, the oldest first and at most `limit` at once: those that ended before a
+    leader-clock time, and all but the newest num_kept."""
 
     ended_before_s: float
     num_kept: int
@@ -120,9 +120,9 @@ class LoseWorker:
     member: Member
     reason: str
     is_blameless: bool = False
-    """True if it had not begun its work, so the work cannot have ended it."""
+    """True if the worker had not begun its work, so the work cannot have ended its process."""
     silent_s: float = 0.0
-    """Seconds since its last heartbeat, if its silence is the reason."""
+    """Seconds since the worker's last heartbeat, if silence is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class DrainWorker:
 
 @dataclass(frozen=True, slots=True)
 class LeaveWorker:
-    """Remove a worker that has finished its work and ends."""
+    """Remove a worker that has finished its work and is ending."""
 
     member: Member
     reason: str
@@ -140,8 +140,8 @@ class LeaveWorker:
 
 @dataclass(frozen=True, slots=True)
 class ForgetWorkers:
-    """Forget workers that were lost before a time of the leader's clock, with a separate time for
-    those whose names do not come back, and all but the newest lost workers."""
+    """Forget workers lost before a leader-clock time, and all lost workers but the newest.
+    Ephemeral workers, whose names do not come back, have a time limit of their own."""
 
     lost_before_s: float
     num_kept: int
@@ -150,7 +150,7 @@ class ForgetWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report the fact that an effect, or a part of one, has led to."""
+    """Report a fact that results from an effect, or from a part of one."""
 
     run_id: RunId
     fact: Fact
@@ -158,7 +158,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class ReportTrouble:
-    """Report that the exchange of a party has failed although all its members answer."""
+    """Report that the members of a party failed to exchange tensors although all of them answer."""
 
     run_id: RunId
     party: Party
@@ -183,7 +183,7 @@ class RefusalKind(StrEnum):
     CONFLICT = "conflict"
     PRECONDITION = "precondition"
     NOT_YET = "not yet"
-    """The same command will be accepted shortly."""
+    """The same command will be accepted if it is repeated shortly."""
     STALE = "stale"
 
 
@@ -197,7 +197,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A fact on its way into the journal; run_id "" stands for the cluster."""
+    """A fact to be journaled; run_id "" stands for the cluster."""
 
     run_id: RunId
     fact: Fact
@@ -210,21 +210,21 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class EventSpan:
-    """The events from one index up to another, of some kinds, in one order or the other."""
+    """A range of a run's events by index, restricted to some kinds, oldest or newest first."""
 
     from_index: int = 0
     before_index: int | None = None
-    """The first index beyond the span; None: the span reaches the newest event."""
+    """The first index after the span; None: the span extends to the newest event."""
     kinds: frozenset[str] = frozenset()
-    """Names of facts; empty: all of them."""
+    """Names of the kinds of facts to include; empty: all."""
     newest_first: bool = False
 
     def after(self, index: int) -> "EventSpan":
-        """Return the rest of the span once this event was read."""
+        """Return the rest of the span after the event of this index was read."""
         if self.newest_first:
             return replace(self, before_index=index)
         return replace(self, from_index=index + 1)
 
     def wants(self, kind: str) -> bool:
-        """Return True for a kind of event that is in the span."""
+        """Return True if the span includes events of this kind."""
         return not self.kinds or kind in self.kinds

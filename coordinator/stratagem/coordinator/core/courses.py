@@ -1,8 +1,7 @@
-"""Fold the evaluations of a run into early stopping and plateau decisions, and count deaths of its
-processes.
+"""Decide on early stopping and plateaus from the evaluations of a run, and detect crash loops.
 
-The fold over a metric keeps its counters among the metrics of each commit, under reserved names. A
-run that goes back to a commit counts on from there, and so does a run that begins from it.
+The counters for a metric are stored among the metrics of each commit, under reserved names. A run
+that returns to a commit, or begins from one, continues with its counters.
 """
 
 import math
@@ -27,18 +26,18 @@ _NUM_WITHOUT: Final = "evaluations_without_improvement"
 
 
 def follows_evaluations(job: JobSpec) -> bool:
-    """Return True if the next training depends on the newest evaluation."""
+    """Return True if further training depends on evaluations (early stopping, plateaus)."""
     has_stop = job.evaluation is not None and job.evaluation.stop is not None
     return has_stop or _plateau(job) is not None
 
 
 def course_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the counters of the fold among the metrics of a commit."""
+    """Return the counters of early stopping and plateaus from the metrics of a commit."""
     return {name: value for name, value in metrics.items() if name.startswith((STOP, PLATEAU))}
 
 
 def resumed_metrics(job: JobSpec) -> Mapping[str, float]:
-    """Return the metrics from which a run that resumes another run's commit goes on."""
+    """Return the metrics that a run begins with: of another run's commit if it resumes one."""
     initial = job.initial
     return {} if initial is None else dict(initial.metrics or {})
 
@@ -46,9 +45,9 @@ def resumed_metrics(job: JobSpec) -> Mapping[str, float]:
 def with_course(
     job: JobSpec, before: Mapping[str, float], metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of a segment with the counters after it.
+    """Return the metrics of a segment, with the counters of early stopping and plateaus updated.
 
-    before: metrics of the segment before; a segment without an evaluation keeps its counters.
+    before: metrics of the previous segment; a segment without an evaluation keeps its counters.
     """
     course = course_of(before)
     evaluation = job.evaluation
@@ -67,7 +66,7 @@ def with_course(
 
 
 def num_lr_reductions(metrics: Mapping[str, float]) -> int:
-    """Return how often the learning rates have been lowered after a segment with these metrics."""
+    """Return how often a plateau has lowered the learning rates, from the newest metrics."""
     return int(metrics.get(_REDUCTIONS, 0))
 
 
@@ -78,7 +77,7 @@ def _plateau(job: JobSpec) -> ScheduleSpec | None:
 def _lowered(
     course: Mapping[str, float], spec: ScheduleSpec, followed: FollowedMetric, value: float
 ) -> dict[str, float]:
-    """Return the counters of a plateau after one more evaluation, as torch's ReduceLROnPlateau."""
+    """Return the plateau counters after one more evaluation, as in torch's ReduceLROnPlateau."""
     counts = _counted(course, PLATEAU, followed, value, _num_without(course, PLATEAU))
     to_cool_down = int(course.get(_COOLDOWN, 0))
     if to_cool_down:
@@ -91,7 +90,7 @@ def _lowered(
 
 
 def why_stopped(job: JobSpec, metrics: Mapping[str, float]) -> str:
-    """Return why no further step is trained after a segment with these metrics, or ""."""
+    """Return why early stopping ends the training after these metrics; "" if it goes on."""
     evaluation = job.evaluation
     if evaluation is None or evaluation.stop is None:
         return ""
@@ -118,8 +117,8 @@ def _counted(
     value: float,
     num_without: int,
 ) -> dict[str, float]:
-    """Return the best value and the number of evaluations since, after one more evaluation. NaN is
-    no improvement."""
+    """Return the best value, and the number of evaluations since the best one, after one more
+    evaluation. NaN is no improvement."""
     sign = 1.0 if followed.mode == "max" else -1.0
     best = course.get(f"{prefix}{_BEST}", -sign * math.inf)
     if sign * value > sign * best + followed.min_delta:
@@ -161,14 +160,14 @@ REQUESTS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Deaths:
-    """The processes that one piece of work has ended since it last made progress."""
+    """The worker processes that have died at one piece of work since it last made progress."""
 
     num_own: int = 0
     num_unexplained: int = 0
     furthest: int = -1
     """The highest step that a process is known to have reached before it ended."""
     present: frozenset[Member] = frozenset()
-    """The members at work when the newest death was counted; their deaths count with it."""
+    """The members at work at the newest counted death; if they die next, it is the same death."""
     latest: ProcessDied | None = None
     """The newest death that counts."""
     since_s: float = 0.0
@@ -182,14 +181,14 @@ class Deaths:
 
     @property
     def are_too_many(self) -> bool:
-        """Return True if trying the work once more is hopeless."""
+        """Return True if too many processes have died for the work to be tried again."""
         is_long = self.latest_s - self.since_s >= UNEXPLAINED_S
         return self.num_own >= OWN or (self.num >= UNEXPLAINED and is_long)
 
 
 def after(deaths: Deaths, died: ProcessDied, now_s: float, at_work: Iterable[Member]) -> Deaths:
-    """Count one more process that has ended; at_work: the members that do the work now, or did
-    until they were lost."""
+    """Return the deaths with one more process counted. at_work: the members that do the work now,
+    or did until they were lost."""
     if died.step is not None and died.step > deaths.furthest:
         deaths = Deaths(furthest=died.step)
     if died.member in deaths.present:
@@ -207,17 +206,17 @@ def after(deaths: Deaths, died: ProcessDied, now_s: float, at_work: Iterable[Mem
 
 
 def ended_by_itself(status: int | None) -> bool:
-    """Return True if the process caused its exit status (negative: the signal's number) itself."""
+    """Return True if the process itself caused this exit status (negative: number of a signal)."""
     return status is not None and (status > 0 or _signal(-status) in FAULTS)
 
 
 def was_asked_to_end(status: int | None) -> bool:
-    """Return True if the exit status is that of a process ended by a signal that asks for it."""
+    """Return True if a signal that asks processes to end, such as SIGTERM, ended the process."""
     return status is not None and status < 0 and _signal(-status) in REQUESTS
 
 
 def why(work: str, deaths: Deaths) -> str:
-    """Return a sentence about work that has ended too many processes."""
+    """Return a sentence that says that this work has ended too many worker processes."""
     text = f"{work} has ended {deaths.num} worker processes"
     if deaths.furthest >= 0:
         text += f" and came no further than step {deaths.furthest}"
@@ -228,8 +227,8 @@ def why(work: str, deaths: Deaths) -> str:
 
 
 def how(status: int | None) -> str:
-    """Return how a process ended, as " by SIGKILL" or " with exit status 3"; "" when not
-    observed."""
+    """Return text on how a process ended, as " by SIGKILL" or " with exit status 3"; "" if that was
+    not observed."""
     if status is None:
         return ""
     return f" by {_signal(-status)}" if status < 0 else f" with exit status {status}"

@@ -80,13 +80,13 @@ from stratagem.coordinator.core.strategy_calls import (
 # ---- Answers to commands ----
 
 MAX_DECISIONS = 10_000
-"""A strategy that adds more facts than this to one command decides in a circle."""
+"""The most facts that a strategy may add after one command; more are taken for an endless loop."""
 
 
 def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...] | Refusal:
-    """Return the facts that a command leads to by itself, or why it changes nothing.
+    """Return the facts that follow directly from a command, or the reason why it changes nothing.
 
-    An archived run that it needs has been recalled before (`run_view.num_to_recall`).
+    An archived run that the command needs must have been recalled (`run_view.num_to_recall`).
     """
     match command:
         case SubmitRun():
@@ -135,8 +135,8 @@ def _decide_about_workers(
 
 
 def limited(entry: JournalEntry, number: int) -> JournalEntry:
-    """Return the number-th decision of a run after one command, or its failure beyond
-    MAX_DECISIONS."""
+    """Return the number-th decision of a run after one command; beyond MAX_DECISIONS, return the
+    failure of the run instead."""
     if number <= MAX_DECISIONS:
         return entry
     what = type(entry.fact).__name__
@@ -145,7 +145,7 @@ def limited(entry: JournalEntry, number: int) -> JournalEntry:
 
 
 def world_of(state: CoordinatorState) -> World:
-    """Return the part of the state that strategies may read when they decide."""
+    """Return the world: the part of the state that strategies may read when they decide."""
     load = Counter[WorkerId]()
     now = {record.member for record in state.workers.values()}
     for run in state.runs.values():
@@ -156,8 +156,8 @@ def world_of(state: CoordinatorState) -> World:
 
 
 def key_of(fact: Fact, num_returns: int = 0) -> str | None:
-    """Return the idempotency key of a fact that must not happen twice, unless the run returns to an
-    earlier commit in between; None for other facts."""
+    """Return the idempotency key of a fact that may be journaled only once; None for other facts.
+    num_returns: the run's returns to earlier commits, after which updates may come again."""
     match fact:
         case MembersFormed():
             return f"members/{fact.party}/{fact.membership}"
@@ -337,8 +337,8 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
 
 
 def _is_last_upload(run: RunRecord, command: Report) -> bool:
-    """Return True for the upload or the loss of the last commit's parts, before the workers of an
-    ended run forget them."""
+    """Return True if the fact is the upload, or the loss, of the last commit's parts, which may
+    still come after the end of a run, until its workers forget it."""
     return not run.is_released and isinstance(command.fact, CommitUploaded | SoleCopiesLost)
 
 
@@ -368,23 +368,23 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[JournalEn
 
 
 class Agenda:
-    """The set of runs that must be asked, updated fact by fact; every applied fact must be
-    noted."""
+    """The runs whose strategies must be asked for their next fact; `note` must be called after
+    every applied fact."""
 
     def __init__(self, state: CoordinatorState) -> None:
         self.world = World(state.workers, {})
-        """The same value as `decide.world_of` computes."""
+        """The world in which strategies decide, equal to `world_of(state)`."""
         self._workers = state.workers
         self._load = PersistentMap[WorkerId, int]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
         """The workers that each active run loads."""
         self._touched: dict[RunId, frozenset[Member]] = {}
-        """The members from which that was computed: thousands, of whom a fact changes few."""
+        """The members that `_burdened` was computed from; a fact changes few of thousands."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
         """Active runs with a placement timeout, whose deadline depends on the workers."""
         self._numbers: dict[RunId, int] = {}
-        """Numbers that put runs in the order of the state, which is that of their submission."""
+        """A number per run, ascending in the order of the state: that of submission."""
         self._num_seen = 0
         self._due: set[RunId] = set()
         for run_id in state.runs:
@@ -392,11 +392,11 @@ class Agenda:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return the leader-clock time at which a Tick is due."""
+        """Return the leader-clock time of the next Tick; None if no run has a deadline."""
         return min(self._deadlines.values(), default=None)
 
     def note(self, state: CoordinatorState, run_id: RunId) -> None:
-        """Take in that a fact of this run, or of the cluster, has been applied."""
+        """Update the agenda after a fact of this run, or of the cluster, was applied."""
         if run_id == CLUSTER:
             changed = state.workers.changed_since(self._workers)
             for burdened_id in list(self._burdened):
@@ -424,7 +424,7 @@ class Agenda:
     def settle(
         self, state: CoordinatorState, now_s: float, add: Callable[[JournalEntry], CoordinatorState]
     ) -> None:
-        """Ask every due run for the facts that follow; `add` applies and notes one fact."""
+        """Ask each due run for facts until it has none; `add` applies and notes one fact."""
         self._due |= {
             run_id for run_id, deadline_s in self._deadlines.items() if deadline_s <= now_s
         }
@@ -448,8 +448,8 @@ class Agenda:
         run: RunRecord | None,
         changed: Set[WorkerId] = frozenset(),
     ) -> bool:
-        """Update the workers that an active run loads, of which `changed` have new records; return
-        True if the load has changed."""
+        """Update the set of workers that an active run loads; return True if the load has changed.
+        changed: the workers that have new records."""
         before = self._burdened.pop(run_id, frozenset())
         known = self._touched.pop(run_id, frozenset())
         after = frozenset[WorkerId]()

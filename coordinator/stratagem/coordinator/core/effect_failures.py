@@ -1,9 +1,9 @@
-"""Decide whether another try of a failed effect can help, and which fact ends it.
+"""Decide whether a failed effect is retried, and which fact ends an effect that is given up.
 
-A failure that the same inputs always give is not tried again. A failure that time or place can mend
-(a worker, a disk, a store that is away) is tried without end, as an outage of any length expires
-nothing. Anything else is tried a bounded number of times: it may be a worker that answers nonsense
-until it is replaced, or a defect, which would hold its workers for ever.
+A failure that the same inputs always give is not retried. A failure caused by an outage (of a
+worker, a disk, a store) is retried without limit, however long the outage takes. Anything else is
+retried a limited number of times: it may come from a worker that answers nonsense until it is
+replaced, or from a defect, which would hold its workers for ever.
 """
 
 from collections.abc import Sequence
@@ -53,23 +53,23 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.facts.fact_values import Cause
 
 MAX_TRIES: Final = 20
-"""Tries of an effect whose failure may not mend; about a minute with the pauses between them."""
+"""Tries of an effect that may never succeed: about a minute, with the backoff between them."""
 STEADY_S: Final = 60.0
-"""A try that fails after so many seconds has met another failure than the one before it."""
+"""A try that runs longer than this before it fails starts the count of limited tries again."""
 TROUBLE: Final = 6
-"""Consecutive failed tries, within a second or two, after which those who watch see it."""
+"""Consecutive failed tries, a second or two in all, after which watchers of the run are told."""
 
 _MENDABLE: Final = (
     *(UnavailableError, StaleError, ConflictError, NotFoundError),
     *(UnauthenticatedError, PermissionDeniedError, OSError, MemoryError),
 )
-"""Processes, disks and stores that are away, full or refused, and races with other changes."""
+"""Errors that may go away: a process, disk or store that is away, full or refuses, and races."""
 _OF_THE_INPUTS: Final = (InvalidInputError, LimitError)
-"""Wrong inputs; if a worker has sent them, another one may send them right."""
+"""Errors of wrong inputs; if a worker has sent the inputs, another worker may send right ones."""
 
 
 class TryAgain(StrEnum):
-    """The number of further tries of a failed effect: none, some, or without end."""
+    """The number of retries that a failed effect gets: none, some, or without end."""
 
     NEVER = "never"
     LIMITED = "limited"
@@ -77,7 +77,7 @@ class TryAgain(StrEnum):
 
 
 def retry_of(effect: Effect, errors: Sequence[BaseException]) -> TryAgain:
-    """Return how often an effect that has failed with these errors, all at once, is tried again."""
+    """Return the retries that an effect gets after one try has failed with all these errors."""
     found = {_retry_of_one(effect, error) for error in errors}
     order = (TryAgain.NEVER, TryAgain.ENDLESS, TryAgain.LIMITED)
     return next((retry for retry in order if retry in found), TryAgain.LIMITED)
@@ -95,7 +95,7 @@ def _retry_of_one(effect: Effect, error: BaseException) -> TryAgain:
 
 
 def asks_workers(effect: Effect) -> bool:
-    """Return False for an effect whose inputs are all stored at the coordinator."""
+    """Return True if the effect needs workers, and not only inputs stored at the coordinator."""
     match effect:
         case AccountRound() | CollectUpdate() | SumRegion() | JudgeUpdates():
             return False
@@ -111,7 +111,7 @@ def asks_workers(effect: Effect) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FailedTries:
-    """The failed tries of an effect since one went well."""
+    """The failed tries of an effect since its last success."""
 
     num: int = 0
     num_limited: int = 0
@@ -121,14 +121,14 @@ class FailedTries:
     next_s: float = 0.0
     """Wall time of the next try."""
     retry: TryAgain = TryAgain.ENDLESS
-    """The retry that the newest failure allows."""
+    """The retries that the newest failure allows."""
     reason: str = ""
     """The reason of the newest failure, for people."""
     has_diverged: bool = False
     is_defect: bool = False
-    """The newest failure is an exception that nobody raises on purpose."""
+    """True if the newest failure is an exception that nobody raises on purpose."""
     is_news: bool = False
-    """Those who watch must learn of it: the reason is another one, or the number has doubled."""
+    """True if watchers must be told: the reason is new, or the number of failures has doubled."""
 
     def and_another(
         self,
@@ -138,7 +138,7 @@ class FailedTries:
         now_s: float,
         lasted_s: float = 0.0,
     ) -> "FailedTries":
-        """Return the tries with one more that has failed now, after so long."""
+        """Return the failed tries with one more, which failed now after lasted_s seconds."""
         retry, num = retry_of(effect, errors), self.num + 1
         num_limited = 0 if lasted_s > STEADY_S else self.num_limited
         doublings, rest = divmod(num, TROUBLE)
@@ -156,13 +156,13 @@ class FailedTries:
 
     @property
     def are_too_many(self) -> bool:
-        """Return True if the effect is given up."""
+        """Return True if the effect must be given up."""
         return self.retry is TryAgain.NEVER or self.num_limited >= MAX_TRIES
 
 
 def ending(effect: Effect, tries: FailedTries, *, has_ended: bool) -> Fact:
-    """Return the fact that removes an effect that is given up, failing no more than necessary.
-    has_ended: the run has ended."""
+    """Return the fact that ends an effect that is given up, failing as little as possible: a
+    client, a party, or the run. has_ended: the run has ended."""
     reason = ending_reason(effect, tries)
     cause = Cause.NOT_FINITE if tries.has_diverged else Cause.EXCEPTION
     match effect:
@@ -189,7 +189,7 @@ def ending(effect: Effect, tries: FailedTries, *, has_ended: bool) -> Fact:
 
 
 def ending_reason(effect: Effect, tries: FailedTries) -> str:
-    """Return why an effect is given up, as a sentence."""
+    """Return a sentence that says why an effect is given up."""
     kind, where = type(effect).__name__, _where(effect)
     if tries.retry is TryAgain.NEVER:
         return f"{where or kind}: {tries.reason}"

@@ -1,8 +1,8 @@
 """The effects that a run needs performed, as values, and the grant of compute slots to them.
 
-An effect carries no attempt and no time, so the same need is the same value. The shell keeps one
-task per member of `pending(state)`, and stops a task when its effect leaves the set. Every effect
-is idempotent: after a crash it is performed again.
+An effect contains neither an attempt nor a time, so equal needs are equal values. The coordinator
+runs one task per effect in `pending(state)`, and stops the task when its effect leaves the set.
+Every effect is idempotent: after a crash it is performed again.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from stratagem.coordinator.core.facts import Accepted, Member, RoundAccounted
 
 
 class ExchangeMethod(StrEnum):
-    """The way in which the members of a party exchange tensors in a step."""
+    """The method with which the members of a party exchange tensors in a step."""
 
     ALL_REDUCE = "AllReduce"
     PARAMETER_SERVER = "ParameterServer"
@@ -26,20 +26,20 @@ class ExchangeMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A committed state, named by segment, step and digest."""
+    """A committed state to begin from, named by segment, step and digest."""
 
     segment: int
     step: int
     digest: Digest
     streams: str = ""
-    """The marks at which streams of rows go on, by stream, as JSON; "" without streams."""
+    """The position in each stream of rows, as JSON keyed by stream; "" without streams."""
     average: Digest = NO_DIGEST
-    """The state of averaged parameters that belongs to it, in a federation that keeps one."""
+    """The blob with the averaged parameters at that state, if a federation keeps an average."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """The private state of a client of a federation, at its worker, by the round that made it."""
+    """A private state that a federated client keeps at its worker, and the round that made it."""
 
     round_num: int
     digest: Digest
@@ -54,7 +54,7 @@ class Build:
     membership: int
     member: Member
     params: Mapping[str, Any] | None = field(default=None, compare=False)
-    """Hyperparameters of a population's member, for finding out which of them are structural."""
+    """Hyperparameters of a population's member, to find out which of them are structural."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,41 +67,41 @@ class RunSegment:
     segment: int
     to_step: int
     base: Base = field(compare=False)
-    """The state to begin from when no member holds one. A commit in mid-segment gives the next
-    membership a newer one, but must not restart the segment: all members hold a state then."""
+    """The state to begin from if no member holds one. It is not compared: a commit in mid-segment
+    changes it, but must not restart the segment, as all members hold a state then."""
     lineage: int
-    """Increased when the party begins from a given state; workers then drop their older states."""
+    """Increased each time the party begins from a given state; workers then drop older states."""
     members: tuple[Member, ...]
     num_shards: int
     exchange: ExchangeMethod
     parts: tuple[tuple[Member, ...], ...]
-    """Members that hold the same state afterwards; together the parts are the whole state."""
+    """The members that hold each part of the state afterwards; all parts are the whole state."""
     ranks: tuple[int, ...]
     """The rank, within a replica, that owns each partition of the model; empty if every member has
     the whole model."""
     evaluate: tuple[str, ...]
     num_skipped: int = field(default=0, compare=False)
-    """Steps that earlier segments have skipped."""
+    """The number of steps skipped in earlier segments."""
     num_lr_reductions: int = 0
     """The number of times that a plateau has lowered the learning rates before the segment."""
     num_steps: int = field(default=0, compare=False)
-    """Steps of the party's whole training; the more there are, the more a row of its history stands
-    for."""
+    """Steps of the party's whole training, which decide how many steps a row of its history
+    covers."""
     rounds_before: int = field(default=0, compare=False)
-    """Earlier rounds of a client that is a party, each of one segment and as many steps. The
+    """Earlier rounds of a client that is a party; each has one segment and equally many steps. The
     client's history counts the steps of all rounds."""
     num_rounds: int = field(default=1, compare=False)
     kept: tuple[Digest, ...] = field(default=(), compare=False)
-    """The members' files, in order of rank, with the parts that a partial base lacks."""
+    """The digests of the members' files, by rank, with the parts that a partial base lacks."""
     keeps: bool = False
-    """Parts that only one member has stay there in a file at the end of the segment."""
+    """True if each member keeps parts that it alone has in a local file after the segment."""
     is_mirrored: bool = field(default=False, compare=False)
-    """Members may find that both holders of a part of the state are gone."""
+    """True if members mirror each other's parts; both holders of a part may be gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitSegment:
-    """Pull the snapshot of a finished segment, part by part, as one blob into the store."""
+    """Pull a finished segment's snapshot from the workers, part by part, into one stored blob."""
 
     run_id: RunId
     party: Party
@@ -109,11 +109,10 @@ class CommitSegment:
     step: int
     membership: int
     parts: tuple[tuple[Member, ...], ...]
-    """Per part of the state, the members any of which has it."""
+    """The members that have each part of the state; any one of them will do."""
     metrics: tuple[tuple[str, float], ...] = ()
     mirrors: tuple[tuple[Member, ...], ...] = ()
-    """Per part of the state, the members that have a mirror of it besides their part; empty if no
-    part has one."""
+    """The members that mirror each part of the state besides their own; empty without mirrors."""
     streams: str = ""
     """See Base."""
     is_partial: bool = False
@@ -122,7 +121,7 @@ class CommitSegment:
 
 @dataclass(frozen=True, slots=True)
 class UploadCommit:
-    """Pull the parts of a commit that only workers have, and store the whole as one blob."""
+    """Pull the parts of a commit that only workers have, and store the whole commit as one blob."""
 
     run_id: RunId
     party: Party
@@ -136,12 +135,12 @@ class UploadCommit:
 
 @dataclass(frozen=True, slots=True)
 class RowsAsked:
-    """The earlier rounds of a client whose rows are protected, for its worker."""
+    """The earlier rounds of a client with protected rows, for its worker's privacy accounting."""
 
     num_rounds: int
-    """Rounds that were opened with the client, without this one."""
+    """The number of rounds opened with the client before this one."""
     fingerprint: str
-    """Fingerprint of the secret that its noise came from; empty if none is known."""
+    """Fingerprint of the secret behind the client's noise; empty if none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,30 +159,30 @@ class TrainClient:
     num_lr_reductions: int = 0
     """See RunSegment."""
     clip_norm: float = 0.0
-    """The largest 2-norm of the client's change; 0: its update is its state."""
+    """The norm to which the client's change is clipped; 0: the update is the state itself."""
     rows: RowsAsked | None = None
-    """The earlier rounds, if rows are protected."""
+    """The client's earlier rounds, if rows are protected."""
     state: KeptState | None = None
-    """The client's state from an earlier round; None: it begins anew, or has no state."""
+    """The client's private state from an earlier round; None: it begins anew, or has no state."""
     attempt: int = 0
     """The attempt of a secure round."""
     routed: tuple[int, ...] = field(default=(), compare=False)
-    """The clients among which the update is masked, the same in a whole attempt; empty: it is not
+    """The clients among which the update is masked, fixed for an attempt; empty: it is not
     masked."""
     num_members: int = 0
-    """The clients that have posted keys."""
+    """The number of clients that have posted keys."""
     share: tuple[int, int] | None = None
-    """The number of a region's client among those of all regions, and their count, which decide its
-    rows and their order; None: `client` and `num_clients` do."""
+    """The index of a region's client among the clients of all regions, and their count, which
+    decide its rows and their order; None: `client` and `num_clients` decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecureParty:
-    """The clients of an attempt of a secure round, and the blobs stored for it so far."""
+    """One attempt of a secure-aggregation round: its clients, and what they have exchanged."""
 
     attempt: int
     workers: tuple[tuple[int, WorkerId], ...]
-    """The clients, in order, each with its worker."""
+    """The worker of each client, in order of client."""
     members: tuple[int, ...] = ()
     """The clients that have posted keys."""
     ring_seed: str = ""
@@ -202,12 +201,12 @@ class PostKeys:
     round_num: int
     clients: SecureParty
     may_leave_out: bool
-    """True: the round goes on without clients that are away, if enough are there; else it waits."""
+    """True if the round goes on without absent clients once enough are present; False: it waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteShares:
-    """Have the clients of a secure round seal shares of their secrets for their neighbours."""
+    """Have the clients of a secure round encrypt shares of their secrets for their neighbours."""
 
     run_id: RunId
     party: Party
@@ -219,15 +218,15 @@ class RouteShares:
 
 @dataclass(frozen=True, slots=True)
 class AccountRound:
-    """Compute the privacy cost of a round, and draw its clients in secret."""
+    """Compute the privacy cost of a round, and sample its clients in secret."""
 
     run_id: RunId
     party: Party
     round_num: int
     candidates: tuple[int, ...]
-    """The clients that may be drawn."""
+    """The clients to sample from."""
     num_spent: int
-    """Rounds that have been opened, including those undone by a return to an earlier commit."""
+    """Rounds opened so far, including those undone by a return to an earlier commit."""
     clip_norm: float
     noise_multiplier: float | None
     """The calibrated multiplier; None: it is not calibrated yet."""
@@ -237,7 +236,7 @@ class AccountRound:
 
 @dataclass(frozen=True, slots=True)
 class CollectUpdate:
-    """Copy the committed state of a client that is a party into the spool of the round."""
+    """Copy the committed state of a client that is a party into the round's spool."""
 
     run_id: RunId
     party: Party
@@ -255,18 +254,18 @@ class CollectUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SumRegion:
-    """Add up the accepted updates of a region, a client that is itself a federation, as its update
-    of the round."""
+    """Sum the accepted updates of a region, a client that is itself a federation, into its
+    update."""
 
     run_id: RunId
     party: Party
     round_num: int
     client: int
     inside: Party
-    """The party of the region; its clients' updates are spooled under its name."""
+    """The party of the region, under whose name its clients' updates are spooled."""
     round_inside: int
     base: Base
-    """The state that the region's clients have begun from."""
+    """The state from which the region's clients have begun."""
     accepted: tuple[Accepted, ...]
     num_steps: int
     loss: float
@@ -276,7 +275,7 @@ class SumRegion:
 
 @dataclass(frozen=True, slots=True)
 class JudgeUpdates:
-    """Compare the accepted updates of a round, and weigh each by a robust rule or by its loss."""
+    """Compare the accepted updates of a round, and weight each by a robust rule or by its loss."""
 
     run_id: RunId
     party: Party
@@ -284,12 +283,12 @@ class JudgeUpdates:
     base: Base
     accepted: tuple[Accepted, ...]
     losses: tuple[float, ...] = ()
-    """The loss of each client before it trained; empty if updates are not weighed by it."""
+    """The loss of each client before it trained; empty if updates are not weighted by loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class AggregateRound:
-    """Fold the accepted updates of a round, in client order, into the next global state."""
+    """Aggregate the accepted updates of a round, in client order, into the next global state."""
 
     run_id: RunId
     party: Party
@@ -298,22 +297,22 @@ class AggregateRound:
     accepted: tuple[Accepted, ...]
     server_state: tuple[Digest, ...] = ()
     metrics: tuple[tuple[str, float], ...] = field(default=(), compare=False)
-    """Metrics of the round's training, by name; the fold does not use them."""
+    """Metrics of the round's training, by name; aggregation does not use them."""
     weights: tuple[float, ...] = ()
     """The weight of each accepted update, if they have been judged."""
     privacy: RoundAccounted | None = None
-    """The noise of the fold; None: it has none."""
+    """The round's account, which decides the noise to add; None: without noise."""
     num_steps: tuple[int, ...] = ()
-    """Steps that each client has applied; empty if changes are not divided by them."""
+    """Steps that each client has applied; empty if changes are not divided by steps."""
     regions: tuple[tuple[int, ...], ...] = ()
-    """The accepted updates that are added up together, by their places; empty: all at once."""
+    """Indexes of the accepted updates that are summed together, per region; empty: all at once."""
     secure: SecureParty | None = None
-    """The clients that open the masks of the sum; None: it has none."""
+    """The clients that help to unmask the sum; None: the sum is not masked."""
     is_control_anew: bool = False
-    """The common control variate becomes zero, as those of all clients do."""
+    """True if the common control variate is reset to zero, as those of all clients are."""
     integers_of: int | None = None
-    """The place of the update whose integers are taken, if updates are the sums of regions; None:
-    they are not."""
+    """Index of the update whose integer tensors are taken, if updates are sums of regions; else
+    None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +327,13 @@ class EvaluateState:
     members: tuple[Member, ...]
     num_shards: int = 1
     client: int | None = None
-    """The client on whose rows one member evaluates, for the metrics of all clients."""
+    """The client on whose rows one member evaluates, if each client evaluates on its own rows."""
     client_state: KeptState | None = None
-    """The state of that client; None if clients have no state."""
+    """The private state of that client; None if clients have none."""
 
     @property
     def member(self) -> Member | None:
-        """Return the member that evaluates alone; None if several do."""
+        """Return the member that evaluates alone; None if there are several."""
         return self.members[0] if len(self.members) == 1 else None
 
 
@@ -347,9 +346,9 @@ class MergeMetrics:
     segment: int
     member: Member
     states: tuple[tuple[int, Digest], ...]
-    """The clients, in order, each with the blob of its states."""
+    """The blob with the metric states of each client, in order of client."""
     metrics: tuple[str, ...]
-    """ "<split>.<metric>"; states of others are left out."""
+    """"<split>.<metric>" of each metric to compute; states of other metrics are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +379,7 @@ Effect = (
 
 
 def slots(effect: Effect) -> frozenset[Member]:
-    """Return the workers whose compute slot the effect needs, all at once."""
+    """Return the workers whose compute slots the effect needs, all at the same time."""
     match effect:
         case RunSegment() | EvaluateState():
             return frozenset(effect.members)
@@ -417,7 +416,7 @@ class Request(Generic[Key, Slot]):
 def grant(
     waiting: Sequence[Request[Key, Slot]], taken: Iterable[Slot]
 ) -> tuple[Request[Key, Slot], ...]:
-    """Return the requests that can start now, given the slots that are taken."""
+    """Return the requests that can start now; those that wait block their slots for later ones."""
     blocked = set(taken)
     granted = []
     for request in waiting:

@@ -30,7 +30,7 @@ _LOSSES = ("loss", "train.loss")
 
 
 def sentence(fact: f.Fact) -> str:
-    """Return a fact as a sentence for people; that of a party below the root begins with its
+    """Return a fact as a sentence for people; for a party below the root it begins with the party's
     path."""
     kind = type(fact).__name__
     text = _SENTENCES[kind](fact) if kind in _SENTENCES else kind
@@ -40,12 +40,12 @@ def sentence(fact: f.Fact) -> str:
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """Return metrics as "train.loss 0.11, test.accuracy 0.97": the training loss, then the others
-    by name, and the number of further ones."""
+    sorted by name, then the number of those left out."""
     return _few_metrics({name: f"{name} {value:.6g}" for name, value in metrics.items()})
 
 
 def _few_metrics(texts: Mapping[str, str]) -> str:
-    """Join the texts of metrics, given by name."""
+    """Join the first texts, keyed by metric, and add the number of metrics left out."""
     names = sorted(texts, key=lambda name: (name not in _LOSSES, name))
     left = len(names) - MAX_METRICS
     more = [counted(left, "more metric")] if left > 0 else []
@@ -102,7 +102,7 @@ def _evaluated(fact: f.Evaluated) -> str:
 
 
 def _received(fact: f.UpdateReceived) -> str:
-    """Return the sentence about an update, without a withheld loss, which is NaN."""
+    """Return the sentence about an update; a withheld loss, which is NaN, is left out."""
     told = {} if math.isnan(fact.loss) else {"loss": fact.loss}
     if fact.spent is not None:
         told["privacy.epsilon"] = fact.spent.epsilon
@@ -276,7 +276,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
 SCHEMA_VERSION = 1
 
 UPGRADES: Mapping[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""(kind, schema version) -> the payload in the next version; absent: that did not change it."""
+"""Functions that convert a payload to the next version, keyed by (kind, schema version)."""
 
 
 def encode(fact: Fact) -> tuple[str, str]:
@@ -285,8 +285,8 @@ def encode(fact: Fact) -> tuple[str, str]:
 
 
 def decode(kind: str, schema_version: int, payload_json: str) -> Fact:
-    """Return the fact of a journal entry written by this or an earlier version. Raises ValueError
-    for a newer one."""
+    """Return the fact of a journal entry. Raises ValueError if a newer version has written the
+    entry."""
     if kind not in KINDS or schema_version > SCHEMA_VERSION:
         raise ValueError(
             f"the journal holds {kind} of schema {schema_version}, written by a newer version; "
@@ -305,7 +305,7 @@ def decode(kind: str, schema_version: int, payload_json: str) -> Fact:
 
 
 def _may_lack_parts(annotation: Any) -> bool:
-    """Return whether a value of this type may have been written before one of its fields was."""
+    """Return True if a stored value of this type may lack a field that was added later."""
     if isinstance(annotation, type) and issubclass(annotation, Value):
         parts = annotation.model_fields.values()
         return any(not part.is_required() or _may_lack_parts(part.annotation) for part in parts)
@@ -317,11 +317,11 @@ _FLAT: Final = {
     for kind, fact in KINDS.items()
     if not any(_may_lack_parts(field.annotation) for field in fact.model_fields.values())
 }
-"""Number of fields, of the kinds of facts whose fields say whether they are whole."""
+"""Number of fields per kind without nested optional fields: with so many, a fact is complete."""
 
 
 def payload_now(kind: str, fact: Fact, stored: str) -> str:
-    """Return the payload of a fact that is stored so as this version writes it: the stored text
-    itself, unless fields were added since, or it holds null, which was once written for NaN."""
+    """Return the payload of a stored fact as this version writes it: the stored text itself, unless
+    fields were added since, or it holds null, which was once written for NaN."""
     is_whole = len(fact.model_fields_set) == _FLAT.get(kind) and "null" not in stored
     return stored if is_whole else fact.model_dump_json()

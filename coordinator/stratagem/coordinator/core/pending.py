@@ -15,7 +15,7 @@ def pending(state: CoordinatorState) -> frozenset[Effect]:
 
 
 def pending_of(run: RunRecord) -> frozenset[Effect]:
-    """Return the effects of one run that are due."""
+    """Return the effects that are due for one run."""
     if run.ended is None:
         return run.strategy.pending(run.run_id, run.job, run.value, None)
     if run.is_released:
@@ -24,7 +24,7 @@ def pending_of(run: RunRecord) -> frozenset[Effect]:
 
 
 def _last_uploads(run: RunRecord) -> frozenset[Effect]:
-    """Return the uploads due before an ended run's workers forget it, because it may be resumed."""
+    """Return the uploads due from an ended run before its workers forget it: it may be resumed."""
     due = run.strategy.pending(run.run_id, run.job, run.value, None)
     return frozenset(effect for effect in due if isinstance(effect, UploadCommit))
 
@@ -36,24 +36,24 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
 
 @dataclass(frozen=True, slots=True)
 class Needed(Container[Digest]):
-    """Blobs that must be kept; those of archived runs, which may be very many, are not copied."""
+    """The blobs that must be kept; those of archived runs, which may be many, are not copied."""
 
     active: frozenset[Digest]
     ended: EndedRuns
     held: Sequence[Container[Digest]] = ()
-    """Further blobs, in lists that may be as long."""
+    """More blobs to keep, for backups, in collections that may be as large."""
 
     def __contains__(self, digest: object) -> bool:
         is_named = digest in self.active or digest in self.ended.blobs
         return is_named or any(digest in each for each in self.held)
 
     def all(self) -> frozenset[Digest]:
-        """Return all blobs that runs need, which takes long if they are many."""
+        """Return all blobs that runs need; slow if they are many."""
         return frozenset(chain(self.active, self.ended.blobs))
 
 
 def needed(state: CoordinatorState, held: Sequence[Container[Digest]] = ()) -> Needed:
-    """Return the blobs that must be kept; held: further ones, for backups."""
+    """Return the set of blobs that must be kept; held: more blobs to keep, for backups."""
     active = (blobs_of(run) for run in state.runs.values())
     return Needed(frozenset(chain(state.holds, *active)), state.ended, held)
 

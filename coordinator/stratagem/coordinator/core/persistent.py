@@ -1,6 +1,7 @@
-"""An immutable mapping and an immutable sorted collection that are cheap to change.
+"""Persistent collections: an immutable mapping, and an immutable sorted collection, whose changed
+copies are cheap.
 
-A changed collection shares all but a few small pieces with the one before.
+A changed copy shares all but a few small pieces with the original.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,15 +24,14 @@ _BITS: Final = 5
 _MASK: Final = 2**_BITS - 1
 _DEEPEST: Final = 32 // _BITS
 _LEAF: Final = 16
-"""The most keys of a leaf, which a larger one splits into a node; at the deepest level any
-number."""
+"""The most keys of a leaf; a larger leaf is split into a node, except at the deepest level."""
 
 _Node = Any
 """A leaf, dict[K, V], or a tuple of 32 nodes."""
 
 
 class PersistentMap(Mapping[K, V], Generic[K, V]):
-    """A mapping that never changes; `with_item` and `without` return others."""
+    """An immutable mapping; `with_item` and `without` return changed copies."""
 
     __slots__ = ("_num", "_root")
 
@@ -46,19 +46,19 @@ class PersistentMap(Mapping[K, V], Generic[K, V]):
         return made
 
     def with_item(self, key: K, value: V) -> "PersistentMap[K, V]":
-        """Return the mapping with one key set."""
+        """Return a copy with one key set."""
         num = self._num + (key not in self)
         return self._of(_put(self._root, _place(key), 0, key, value), num)
 
     def without(self, key: K) -> "PersistentMap[K, V]":
-        """Return the mapping without one key; this one if the key is not in it."""
+        """Return a copy without one key; this very mapping if it does not have the key."""
         if key not in self:
             return self
         return self._of(_removed(self._root, _place(key), key), self._num - 1)
 
     def changed_since(self, before: "PersistentMap[K, V]") -> set[K]:
-        """Return the keys whose values are not the same objects as in another mapping, at the cost
-        of the pieces that both do not share."""
+        """Return the keys whose values are not the same objects as in another mapping; only pieces
+        that the two do not share are compared."""
         found: set[K] = set()
         _differing(before._root, self._root, found)
         return found
@@ -107,7 +107,7 @@ def _place(key: str) -> int:
 
 
 def _made(items: dict[Any, Any], depth: int) -> _Node:
-    """Return the node of these items."""
+    """Return a subtree of these items for a depth of the trie."""
     if len(items) <= _LEAF or depth == _DEEPEST:
         return items
     parts: list[dict[Any, Any]] = [{} for _ in range(_MASK + 1)]
@@ -169,11 +169,11 @@ def _differing(before: _Node, now: _Node, found: set[Any]) -> None:
 T = TypeVar("T", bound=tuple[Any, ...])
 
 _PIECE: Final = 256
-"""Items of a piece; a piece of twice as many is cut in two."""
+"""The size of a piece in items; a piece that reaches twice this size is cut in two."""
 
 
 class PersistentOrder(Generic[T]):
-    """Tuples in order, each once; it never changes, and `with_item` and `without` return others."""
+    """An immutable sorted set of tuples; `with_item` and `without` return changed copies."""
 
     __slots__ = ("_pieces",)
 
@@ -184,7 +184,7 @@ class PersistentOrder(Generic[T]):
         )
 
     def with_item(self, item: T) -> "PersistentOrder[T]":
-        """Return the collection with an item that it does not have."""
+        """Return a copy with one more item, which must be new."""
         at = min(self._piece_of(item), len(self._pieces) - 1)
         piece = self._pieces[at] if self._pieces else ()
         place = bisect_left(piece, item)
@@ -194,13 +194,13 @@ class PersistentOrder(Generic[T]):
         return self._of((*self._pieces[: max(at, 0)], *parts, *self._pieces[at + 1 :]))
 
     def without(self, item: T) -> "PersistentOrder[T]":
-        """Return the collection without an item that it has."""
+        """Return a copy without an item, which must be present."""
         at = self._piece_of(item)
         shorter = tuple(each for each in self._pieces[at] if each != item)
         return self._of((*self._pieces[:at], *filter(None, (shorter,)), *self._pieces[at + 1 :]))
 
     def behind(self, item: T) -> Iterator[T]:
-        """Yield the items after this one, which need not be there, in order."""
+        """Yield the items greater than this one, in order; this item need not be present."""
         at = self._piece_of(item)
         for number, piece in enumerate(self._pieces[at:]):
             yield from piece[bisect_right(piece, item) :] if number == 0 else piece
@@ -210,7 +210,7 @@ class PersistentOrder(Generic[T]):
             yield from piece
 
     def _piece_of(self, item: T) -> int:
-        """Return the first piece that ends with this item or a later one."""
+        """Return the index of the first piece that ends with this item or a greater one."""
         return bisect_left(self._pieces, item, key=lambda piece: piece[-1])
 
     @classmethod

@@ -1,7 +1,8 @@
-"""Apply the retention limits, resume runs from kept commits, attribute process ends to work, and
-decide which blobs a caller may name.
+"""Apply the retention limits, resume runs from kept commits, attribute process deaths to work, and
+decide which blobs a caller may name in a job.
 
-Lost workers and ended runs are forgotten when they are too old or too many, and no run needs them.
+Lost workers and ended runs are forgotten when they are too old or too many, unless a run needs
+them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from stratagem.coordinator.core.strategy_calls import deaths_of, parties_of
 
 
 def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[JournalEntry, ...]:
-    """Return the fact that forgets the workers beyond the limits, if there are any."""
+    """Return the fact that forgets lost workers beyond the limits, if no active run needs them."""
     lost = sorted(
         (worker for worker in state.workers.values() if not worker.is_alive),
         key=lambda record: (record.lost_s, record.member.worker_id),
@@ -71,7 +72,7 @@ def _limit(worker: WorkerRecord, command: ForgetWorkers) -> float:
 
 
 def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
-    """Return the workers that are members of these runs, or have work due."""
+    """Return the workers that are members of these runs, or that their due effects need."""
     due = chain.from_iterable(
         run.strategy.pending(run.run_id, run.job, run.value, None) for run in runs
     )
@@ -90,8 +91,8 @@ def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
 
 
 def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEntry, ...]:
-    """Return the facts that delete the runs beyond the limits. A run stays if it is not archived,
-    or if another run has begun from it. A pinned run stays, too, and does not count."""
+    """Return the facts that delete the archived runs beyond the limits. A run from which another
+    one has begun is kept. A pinned run is kept, too, and does not count."""
     named = frozenset(map(initial_of, state.runs.values()))
     # The initial state of a run belongs to another run.
     free = (
@@ -110,7 +111,7 @@ def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEn
 
 
 def _beyond(state: CoordinatorState, command: ExpireRuns) -> Iterator[EndedRun]:
-    """Yield the archived runs that are too old, or too many, the oldest first, without a look at
+    """Yield the archived runs that are too old or too many, the oldest first, without looking at
     the others, which may be very many."""
     num_pinned = sum(run_id in state.ended for run_id in state.pinned)
     num_beyond = len(state.ended) - num_pinned - command.num_kept
@@ -133,14 +134,14 @@ def _beyond(state: CoordinatorState, command: ExpireRuns) -> Iterator[EndedRun]:
 T = TypeVar("T")
 
 WORKERS_EACH: Final = 256
-"""Workers in a part."""
+"""Workers in one part of the summary."""
 PINS_EACH: Final = 4096
 OWNERS_EACH: Final = 16
-"""Owners in a part, each with a few hundred uploads."""
+"""Owners in one part of the summary, each with a few hundred uploads."""
 
 
 def summary_of(state: CoordinatorState) -> list[ClusterSummed]:
-    """Return the parts of the summary: at least one, and no more than there were facts."""
+    """Return the parts of the cluster's summary, at least one; never more than there were facts."""
     workers = _batches(map(_known, state.workers.values()), WORKERS_EACH)
     pinned = _batches(sorted(state.pinned), PINS_EACH)
     uploads = map(dict, _batches(state.uploads.items(), OWNERS_EACH))
@@ -204,8 +205,8 @@ def deaths_at_work(
 ) -> tuple[JournalEntry, ...]:
     """Return the deaths to journal for a member whose process has ended without draining.
 
-    There are none if the process was stopped from outside. If its plan is known, only the deaths of
-    that work count.
+    There are none if the process was stopped from outside. If the plan that the process executed is
+    known, only deaths of that work count.
     """
     if ending is None or ending.incarnation != member.incarnation:
         ending = Ending(member.incarnation)
@@ -221,7 +222,7 @@ def deaths_at_work(
 
 
 def _told(fact: Fact, ending: Ending) -> Fact:
-    """Return the fact with the report of the worker's next process added."""
+    """Return the fact with details from the report of the worker's next process added."""
     if not isinstance(fact, ProcessDied):
         return fact
     at = None if ending.run_id is None else ending.party
@@ -230,7 +231,8 @@ def _told(fact: Fact, ending: Ending) -> Fact:
 
 
 def _concerns(fact: Fact, ending: Ending) -> bool:
-    """Return True for a death in the party whose plan the process executed, or in one above it."""
+    """Return True if the death counts against the party whose plan the process executed, or one
+    above it; True for facts that are no deaths."""
     if not isinstance(fact, ProcessDied) or ending.run_id is None:
         return True
     return is_within(ending.party, fact.party)
@@ -247,7 +249,7 @@ def _concerns(fact: Fact, ending: Ending) -> bool:
 
 
 def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
-    """Return True if the blob belongs to this owner, by an upload or by a run that needs it."""
+    """Return True if the owner has uploaded the blob, or owns a run that needs it."""
     if digest in state.uploads.get(owner, ()):
         return True
     if state.ended.has_brought(owner, digest):
@@ -256,14 +258,14 @@ def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
 
 
 def is_shared(state: CoordinatorState, digest: Digest) -> bool:
-    """Return True for a committed state of a run, or its predictions."""
+    """Return True if the blob is a committed state, or the predictions, of some run."""
     return state.ended.has_committed(digest) or any(
         digest in states_of(run) for run in state.runs.values()
     )
 
 
 def states_of(run: RunRecord) -> frozenset[Digest]:
-    """Return the blobs of a run that every reader of runs may download."""
+    """Return the blobs of a run that every caller who may read runs may download."""
     committed = {digest for each in run.commits for digest in (each.digest, each.average)}
     return frozenset({*committed, run.predictions or Digest("")} - {Digest("")})
 
@@ -277,9 +279,10 @@ def resting_with(state: CoordinatorState, digest: Digest) -> list[RunId]:
 
 
 def runs_with(state: CoordinatorState, digest: Digest, views: Mapping[RunId, RunView]) -> list[str]:
-    """Return the runs that need a blob, the oldest first, with the segment whose commit it is.
+    """Return the runs that need a blob, archived ones first, each as text with the segment that the
+    blob is the commit of.
 
-    views: of the archived runs that need it.
+    views: the views of the archived runs that need the blob.
     """
     named: list[str] = []
     for run_id in resting_with(state, digest):

@@ -1,4 +1,4 @@
-"""Derive the view of a run for people, its remaining time, and its archived form.
+"""Derive the view of a run for users, its remaining time, and its archived form.
 
 The view is a value. It is derived from the state while the run is active, and stored when the run
 is archived.
@@ -88,7 +88,7 @@ class RunView(Value):
 
 
 def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
-    """Return the view of one run; last_wall_s is the wall time of its newest event."""
+    """Return the view of one run; last_wall_s: the wall time of its newest event."""
     status = shown_status_of(run, world)
     return RunView(
         run_id=run.run_id,
@@ -118,14 +118,14 @@ def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
 
 
 def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
-    """Return the phase of a run: its end, or the phase that its strategy reports."""
+    """Return the phase of a run: the way it has ended, or the phase that its strategy reports."""
     if isinstance(run, EndedRun):
         return run.ended
     return run.ended or shown_status_of(run, world).phase
 
 
 def phase_then(fact: Fact) -> RunPhase:
-    """Return the phase of a run after an old fact of it, as far as the fact alone determines it."""
+    """Return the phase of a run just after an old fact, as far as that fact alone determines it."""
     match fact:
         case RunCompleted():
             return RunPhase.COMPLETED
@@ -158,7 +158,8 @@ def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
 
 
 def _data_plane(world: World, status: Status) -> str:
-    """Return the transport security of the run's present workers: tls only if all report it."""
+    """Return the transport security that all present workers of the run report; "trusted" if they
+    differ, "" if there are none."""
     workers = [world.workers.get(member.worker_id) for member in status.members]
     said = {"" if worker is None else worker.capability.data_plane for worker in workers}
     return said.pop() if len(said) == 1 else "trusted" if said else ""
@@ -171,17 +172,17 @@ def _data_plane(world: World, status: Status) -> str:
 WINDOW_S: Final = 60.0
 """Seconds of training over which the pace is measured."""
 MIN_SPAN_S: Final = 10.0
-"""Seconds of training, counted from the first step on, before there is a pace at all: loading and
-compiling make that step slower than the others."""
+"""Seconds of training after the first step before there is a pace at all: loading and compiling
+make that step slower than the others."""
 MIN_MARKS: Final = 3
-"""Marks that are kept however old they are, because a round may take longer than the window."""
+"""The least number of marks to keep, however old, as a round may exceed the window."""
 MIN_MARK_GAP_S: Final = 0.25
 """Seconds of training between two marks; a mark that comes sooner replaces the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaceMark:
-    """The progress of a run after so much training."""
+    """A point in a run's progress: the seconds trained so far, and the amount done."""
 
     trained_s: float
     done: float
@@ -189,18 +190,18 @@ class PaceMark:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The marks of the last minute of training; time in which a run does not train does not
-    count."""
+    """The progress of a run over the last minute of training, to estimate the remaining time; time
+    in which the run does not train does not count."""
 
     trained_s: float = 0.0
-    """Seconds of training until the last look."""
+    """Seconds of training until the last update."""
     seen_s: float | None = None
-    """The clock at the last look; None while the run does not train."""
+    """The clock at the last update; None while the run does not train."""
     marks: tuple[PaceMark, ...] = ()
 
     def updated(self, now_s: float, done: float, *, trains: bool) -> "Pace":
-        """Return the pace after a look at the run. done: its progress, in steps or other units and
-        fractions of them; if it goes back, the pace begins anew."""
+        """Return the pace after another look at the run. done: its progress, in steps or other
+        units and fractions of them; if it decreases, the pace begins anew."""
         if not trains:
             return replace(self, seen_s=None)
         trained_s = self._trained_s(now_s)
@@ -216,8 +217,8 @@ class Pace:
         return Pace(trained_s, now_s, marks)
 
     def eta_s(self, now_s: float, total: float) -> float | None:
-        """Return the seconds left at this pace until `total` is done; None while the run does not
-        train, and before there is a pace."""
+        """Return the seconds left until `total` is done; None while the run does not train, and
+        before there is a pace."""
         if self.seen_s is None or not self.marks:
             return None
         first, *others = self.marks
@@ -236,7 +237,7 @@ class Pace:
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> float:
-    """Return the number of passes over the rows; 0 if that is not known."""
+    """Return the number of passes over the rows after a step; 0 if steps_per_epoch is not known."""
     return step / steps_per_epoch if steps_per_epoch else 0.0
 
 
@@ -252,11 +253,11 @@ def steps_per_epoch(num_rows: int, batch_size: int) -> int:
 
 
 def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun, RunView] | None:
-    """Return the summary and the view of a run that can be archived; last_wall_s is the wall time
-    of its last event.
+    """Return the summary and the view of a run to be archived; None if it cannot be. last_wall_s:
+    the wall time of its last event.
 
-    Return None for a run that has not ended or is still held by workers, and for a run whose facts
-    may fold to another state once its strategy is installed again or replaced.
+    A run cannot be archived if it has not ended, is still held by workers, or has facts that may
+    fold to another state once its strategy is installed again or replaced.
     """
     if run.ended is None or not run.is_released or run.has_raised or run.strategy is MISSING:
         return None
@@ -289,7 +290,7 @@ def _states_in(view: RunView) -> set[Digest]:
 
 
 def put_to_rest(state: CoordinatorState, runs: Iterable[EndedRun]) -> CoordinatorState:
-    """Replace these runs in the state by their summaries."""
+    """Return the state with these runs archived: replaced by their summaries."""
     ended = {run.run_id: run for run in runs}
     if not ended:
         return state
@@ -298,8 +299,8 @@ def put_to_rest(state: CoordinatorState, runs: Iterable[EndedRun]) -> Coordinato
 
 
 def num_to_recall(state: CoordinatorState, command: Command) -> tuple[RunId, int] | None:
-    """Return the archived run that `decide` needs for a command, and the number of its facts to
-    read from the first one on; None if it needs none."""
+    """Return the archived run that `decide` needs for a command, and how many of its facts to read,
+    from the first one on; None if it needs none."""
     if not isinstance(command, SubmitRun | ResumeRun):
         return None
     run = state.ended.get(command.run_id)
@@ -313,7 +314,7 @@ def num_to_recall(state: CoordinatorState, command: Command) -> tuple[RunId, int
 def recall(
     state: CoordinatorState, run_id: RunId, facts: Iterable[tuple[Fact, float]]
 ) -> CoordinatorState:
-    """Return the state with a run rebuilt from these facts, each with its leader-clock time."""
+    """Return the state with an archived run rebuilt from its facts and their leader-clock times."""
     alone = CoordinatorState(state.strategies)
     for fact, time_s in facts:
         alone = apply(alone, run_id, fact, time_s)

@@ -36,7 +36,7 @@ class RunPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A worker as last registered; is_alive is False once its lease has expired."""
+    """A worker as it last registered; is_alive is False once its lease has expired."""
 
     member: Member
     address: str
@@ -45,14 +45,14 @@ class WorkerRecord:
     is_draining: bool = False
     reason: str = ""
     is_blameless: bool = False
-    """True when it was lost before it had begun the work it was given."""
+    """True if the worker was lost before it had begun the work it was given."""
     lost_s: float = 0.0
-    """Leader-clock time of its loss, where it is not alive."""
+    """Leader-clock time at which the worker was lost; 0 while it is alive."""
     beat_s: float = 0.0
-    """Leader-clock time at which it was heard of last, where it is not alive: of its last beat, or
-    of its loss where another reason was known before its silence."""
+    """Leader-clock time of a lost worker's last heartbeat, or of its loss if silence was not the
+    reason; 0 while it is alive."""
     registered_s: float = 0.0
-    """Leader-clock time at which it last said that it takes work."""
+    """Leader-clock time of the worker's last registration."""
 
     @property
     def is_usable(self) -> bool:
@@ -70,7 +70,7 @@ class CommittedState:
     average: Digest = NO_DIGEST
     """See effects.Base."""
     is_partial: bool = False
-    """What only one worker each has is on the workers."""
+    """True if the parts that only one worker has are not in the blob; see SegmentCommitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class RunRecord:
     run_id: RunId
     job: JobSpec
     strategy: "Strategy"
-    """The strategy that runs the job, from the table of this process."""
+    """The strategy that runs the job, from the strategies of this process."""
     value: Any
-    """The strategy's own run value; only the strategy's file looks inside."""
+    """The run value, which only the strategy reads."""
     ended: RunPhase | None = None
     """COMPLETED, FAILED or CANCELLED once the run has ended."""
     reason: str = ""
@@ -88,15 +88,15 @@ class RunRecord:
     commits: tuple[CommittedState, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     predictions: Digest | None = None
-    """The outputs of a model that was only evaluated."""
+    """The blob with the model's outputs, if they were requested."""
     engine: str = ""
     submitted_wall_s: float = 0.0
     submitted_by: str = ""
-    """Shown to people; empty when not known."""
+    """The caller, for people; empty if not known."""
     submission: str = ""
     """See RunSubmitted."""
     owner: str = ""
-    """The owner, who may stop, resume and delete the run without the scope admin."""
+    """The owner, who may stop, resume and delete the run without the admin scope."""
     traceparent: str = ""
     """See RunSubmitted."""
     numerics: int = 1
@@ -104,26 +104,26 @@ class RunRecord:
     changed_s: float = 0.0
     """Leader-clock time of the newest fact."""
     num_facts: int = 0
-    """Facts journaled so far, which is the index of the next one."""
+    """The number of facts journaled so far, and so the index of the next one."""
     num_hidden: int = 0
-    """Of these, the facts that no reader gets; see core/strategy_calls.py."""
+    """The number of facts that readers do not get; see core/strategy_calls.py."""
     is_released: bool = True
     """False while workers may hold sessions of the run."""
     is_reproducible: bool = True
     num_returns: int = 0
-    """How often it was resumed from an earlier commit: the same facts may happen again."""
+    """The run's returns to earlier commits so far, after which the same facts may recur."""
     touched: frozenset[Member] = frozenset()
     """Members that were given a session and have not been released. Those that have left, or whose
-    worker has started anew, are dropped while the run is active."""
+    worker has a newer process, are dropped while the run is active."""
     rows: Mapping[Party, str] = field(default_factory=dict)
-    """Some rows of the data, as they were when the model of a party was built."""
+    """A sample of each party's rows, as they were when its model was built."""
     has_raised: bool = False
-    """Its strategy has raised when a fact was folded, which stands in no fact: another version of
-    the strategy may not raise there."""
+    """True if the strategy has raised when a fact was folded. No fact says so, and another version
+    of the strategy may not raise there."""
 
     @property
     def num_shown(self) -> int:
-        """Return how many facts readers get, which is the index of the next one for them."""
+        """Return the number of facts that readers get: the index of the next one for them."""
         return self.num_facts - self.num_hidden
 
 
@@ -137,8 +137,8 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """The summary kept in memory of a run that has ended and that no worker holds, until it is
-    resumed or deleted. Its view and its facts are read from storage."""
+    """The summary in memory of an archived run, which has ended and which no worker holds. Its view
+    and its facts are read from storage."""
 
     run_id: RunId
     ended: RunPhase
@@ -146,24 +146,24 @@ class EndedRun:
     submitted_wall_s: float
     submitted_by: str
     blobs: tuple[Digest, ...]
-    """Blobs that must be kept."""
+    """The blobs that must be kept for the run."""
     ended_s: float
-    """Leader-clock time of its newest fact."""
+    """Leader-clock time of the run's newest fact."""
     initial: Digest | None
-    """The state that its job names to begin from."""
+    """The state from which the job begins; None if it names none."""
     states: tuple[Digest, ...] = ()
-    """Of its blobs, those that it has committed, and its predictions: who may read runs may read
-    these."""
+    """The blobs that are committed states or predictions: every caller who may read runs may read
+    them."""
     owner: str = ""
     submission: str = ""
     """See RunSubmitted."""
     num_hidden: int = 0
-    """Of its facts, those that no reader gets."""
+    """The number of facts that readers do not get."""
     draws_in_secret: bool = False
 
     @property
     def num_shown(self) -> int:
-        """Return how many facts readers get."""
+        """Return the number of facts that readers get."""
         return self.num_facts - self.num_hidden
 
     @property
@@ -172,35 +172,35 @@ class EndedRun:
 
 
 _AT_ONCE: Final = 64
-"""Runs that are added together from which on everything is made anew, in sorted order."""
+"""More runs than this, added together, rebuild the collection instead of changing it run by run."""
 
 _NOBODY: Final[Mapping[RunId, EndedRun]] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndedRuns(Mapping[RunId, EndedRun]):
-    """Archived runs by id. Equal are those with equal runs."""
+    """Archived runs by id, with indexes; two instances with equal runs are equal."""
 
     _runs: PersistentMap[RunId, EndedRun] = field(default_factory=PersistentMap)
     _holders: PersistentMap[Digest, PersistentMap[RunId, EndedRun]] = field(
         default_factory=PersistentMap
     )
-    """By blob: the runs that need it."""
+    """The runs that need a blob, keyed by blob."""
     _brought: PersistentMap[str, int] = field(default_factory=PersistentMap)
-    """By owner and blob: the number of runs of that owner that need it."""
+    """The number of runs of an owner that need a blob, keyed by owner and blob."""
     _shared: PersistentMap[Digest, int] = field(default_factory=PersistentMap)
-    """By state: the number of runs that have committed it."""
+    """The number of runs that have committed a state, keyed by state."""
     _begun_from: PersistentMap[Digest, int] = field(default_factory=PersistentMap)
-    """By state: the number of runs that have begun from it."""
+    """The number of runs that have begun from a state, keyed by state."""
     _phases: PersistentMap[str, int] = field(default_factory=PersistentMap)
     by_end: PersistentOrder[tuple[float, RunId]] = field(default_factory=PersistentOrder)
-    """The time at which each has ended, by the leader's clock."""
+    """The runs with the leader-clock time at which each has ended, sorted by that time."""
     by_submission: PersistentOrder[tuple[float, RunId]] = field(default_factory=PersistentOrder)
-    """The wall time at which each was submitted, negated: the newest comes first."""
+    """The runs with the negated wall time of their submission: the newest comes first."""
 
     @classmethod
     def of(cls, runs: Iterable[EndedRun]) -> "EndedRuns":
-        """Return these runs, each of another id."""
+        """Return a collection of these runs, whose ids must differ."""
         found = {run.run_id: run for run in runs}
         holders: defaultdict[Digest, dict[RunId, EndedRun]] = defaultdict(dict)
         brought, shared, begun_from, phases = (Counter[Any]() for _ in range(4))
@@ -223,7 +223,7 @@ class EndedRuns(Mapping[RunId, EndedRun]):
         )
 
     def with_runs(self, runs: Collection[EndedRun]) -> "EndedRuns":
-        """Return these runs, and others, which take the places of those of the same ids."""
+        """Return a copy with these runs added, in place of runs with the same ids."""
         if len(runs) > max(_AT_ONCE, len(self) // _AT_ONCE):
             return self.of([*self.values(), *runs])
         made = self
@@ -232,13 +232,13 @@ class EndedRuns(Mapping[RunId, EndedRun]):
         return made
 
     def without(self, run_id: RunId) -> "EndedRuns":
-        """Return the runs without one; these where it is not among them."""
+        """Return a copy without one run; this very collection if it does not have the run."""
         run = self._runs.get(run_id)
         return self if run is None else self._without(run)
 
     @property
     def blobs(self) -> Collection[Digest]:
-        """Return the blobs that runs need."""
+        """Return the blobs that archived runs need."""
         return self._holders.keys()
 
     def needing(self, digest: Digest) -> Mapping[RunId, EndedRun]:
@@ -246,20 +246,20 @@ class EndedRuns(Mapping[RunId, EndedRun]):
         return self._holders.get(digest, _NOBODY)
 
     def has_brought(self, owner: str, digest: Digest) -> bool:
-        """Return True when a run of this owner needs the blob."""
+        """Return True if a run of this owner needs the blob."""
         return _owned(owner, digest) in self._brought
 
     def has_committed(self, digest: Digest) -> bool:
-        """Return True when the blob is a state, or predictions, of a run."""
+        """Return True if the blob is a committed state, or the predictions, of a run."""
         return digest in self._shared
 
     def is_begun_from(self, digest: Digest) -> bool:
-        """Return True when a run has begun from this state."""
+        """Return True if a run has begun from this state."""
         return digest in self._begun_from
 
     @property
     def phases(self) -> Mapping[str, int]:
-        """Return the number of runs by how they have ended."""
+        """Return the number of runs per phase in which they have ended."""
         return self._phases
 
     def _with(self, run: EndedRun) -> "EndedRuns":
@@ -331,67 +331,67 @@ def _changed(
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
     strategies: "Strategies"
-    """The strategies that runs can have; given with the first state, changed by no fact."""
+    """The strategies that runs can have; given with the first state, and changed by no fact."""
     workers: PersistentMap[WorkerId, WorkerRecord] = field(default_factory=PersistentMap)
     runs: Mapping[RunId, RunRecord] = field(default_factory=dict)
     """Active runs, and ended runs that are not archived yet."""
     ended: EndedRuns = field(default_factory=EndedRuns)
     """Archived runs; no run is in both mappings."""
     uploads: PersistentMap[str, tuple[Digest, ...]] = field(default_factory=PersistentMap)
-    """By owner: the newest blobs uploaded. Blobs that a run names belong to its owner, too."""
+    """The newest uploads, keyed by owner. Blobs that a run names are its owner's, too."""
 
     pinned: frozenset[RunId] = frozenset()
-    """Runs that are neither deleted nor expire."""
+    """The pinned runs, which can be neither deleted nor expired."""
 
     holds: Mapping[Digest, float] = field(default_factory=dict)
-    """Blobs that list others which are kept until a time of the leader's clock."""
+    """The leader-clock time until which blobs are kept, keyed by the blob that lists them."""
 
     def all_runs(self) -> list[RunRecord | EndedRun]:
         return [*self.runs.values(), *self.ended.values()]
 
     def find(self, run_id: RunId) -> RunRecord | EndedRun | None:
-        """Return a run, active or not; None when it is not known."""
+        """Return a run, active or archived; None if it is not known."""
         return self.runs.get(run_id) or self.ended.get(run_id)
 
     def is_active(self, run_id: RunId) -> bool:
-        """Return True for a run that is known and has not ended."""
+        """Return True if the run is known and has not ended."""
         run = self.runs.get(run_id)
         return run is not None and run.ended is None
 
 
 @dataclass(frozen=True)
 class World:
-    """The state outside its own run that a strategy may read when it decides."""
+    """The state outside its run that a strategy may read to decide: the workers and their load."""
 
     workers: Mapping[WorkerId, WorkerRecord]
     load: Mapping[WorkerId, int]
-    """Active runs that have the worker as a member."""
+    """The number of active runs that have each worker as a member."""
     found: dict[Hashable, tuple[WorkerRecord, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """What placement has looked for among the usable workers, by what it was looked for with: asked
-    with every fact, of thousands of workers."""
+    """Cached results of placement, keyed by what was required of the workers: every fact asks
+    again, and there are thousands of workers."""
     numerics: int = 0
-    """Version of the numerics rules that the run follows; 0 where it is nobody's."""
+    """Version of the numerics rules that the run follows; 0 if the world is that of no run."""
     _under: dict[int, "World"] = field(default_factory=dict, repr=False, compare=False)
     _sorted: list[tuple[WorkerRecord, ...]] = field(default_factory=list, repr=False, compare=False)
-    """The usable workers once somebody has asked. Worlds made by `under` share the list and know
-    nothing of the one they were made of: a circle of thousands of workers, made with each change,
-    would wait for the garbage collector."""
+    """The usable workers, once they are sorted. Worlds made by `under` share this list and have no
+    reference to their origin: each change would leave a cycle of thousands of workers to the
+    garbage collector."""
 
     def under(self, numerics: int) -> "World":
-        """Return the world as a run sees it that follows this version of the numerics rules."""
+        """Return the world as seen by a run that follows this version of the numerics rules."""
         if numerics not in self._under:
             self._under[numerics] = replace(self, numerics=numerics, found={}, _under={})
         return self._under[numerics]
 
     def usable(self) -> list[WorkerRecord]:
-        """Return the workers that are alive, not draining and know the run's rules, the least
-        loaded first, then by name."""
+        """Return the workers that are alive, not draining and know the run's numerics rules, sorted
+        by load, then by name."""
         return list(self._current)
 
     def outdated(self) -> list[WorkerRecord]:
-        """Return the workers that could be used if they knew the run's rules."""
+        """Return the workers that would be usable if they knew the run's numerics rules."""
         return [record for record in self._usable if not self._is_current(record)]
 
     def _is_current(self, record: WorkerRecord) -> bool:
@@ -403,7 +403,7 @@ class World:
 
     @property
     def _usable(self) -> tuple[WorkerRecord, ...]:
-        """The workers that are alive and not draining, sorted once for all runs that ask."""
+        """Return the workers that are alive and not draining, sorted once for all runs that ask."""
         if not self._sorted:
             usable = [record for record in self.workers.values() if record.is_usable]
             usable.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
@@ -411,21 +411,21 @@ class World:
         return self._sorted[0]
 
     def holds(self, member: Member) -> bool:
-        """Return True while exactly this start of the worker is alive and not draining."""
+        """Return True if this very process of the worker is alive and not draining."""
         record = self.workers.get(member.worker_id)
         return record is not None and record.member == member and record.is_usable
 
 
 def retained(record: RunRecord, num_newest: int | None = None) -> tuple[CommittedState, ...]:
-    """Return the commits that are kept: the newest ones (`retention` unless given), the best one,
-    and so the final one."""
+    """Return the commits that are kept: the newest ones (`retention` unless num_newest is given),
+    and the best one."""
     newest = record.commits[-(num_newest or record.job.retention) :]
     best = best_commit(record)
     return newest if best is None or best in newest else (best, *newest)
 
 
 def best_commit(record: RunRecord) -> CommittedState | None:
-    """Return the commit with the best value of evaluation.best; the earliest of equals."""
+    """Return the commit with the best value of evaluation.best, the earliest of equals, if any."""
     evaluation = record.job.evaluation
     if evaluation is None or evaluation.best is None:
         return None
@@ -438,5 +438,5 @@ def best_commit(record: RunRecord) -> CommittedState | None:
 
 
 def initial_of(run: RunRecord) -> Digest | None:
-    """Return the state that the run's job names to begin from."""
+    """Return the state from which the run's job begins; None if it names none."""
     return None if run.job.initial is None else run.job.initial.digest

@@ -1,4 +1,4 @@
-"""Guard the calls to the strategy of a run, and hide secret draws from readers.
+"""Guard the calls to the strategy of a run, and hide secretly sampled clients from readers.
 
 A strategy that raises fails its run, with the reason. The coordinator and all other runs continue,
 and a replay meets the same error. Calls that only read a run return an answer even then. Only
@@ -23,7 +23,7 @@ from stratagem.coordinator.core.strategy_contract import PartyView, Status, Stra
 
 
 class Raised(str):
-    """The sentence about an exception that a strategy has raised."""
+    """A sentence about an exception that a strategy has raised, as a type of its own."""
 
     __slots__ = ()
 
@@ -33,7 +33,8 @@ class Raised(str):
 
 
 def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations of a job. Raises InvalidInputError if its strategy is not installed."""
+    """Return the violations that rule out a job. Raises InvalidInputError if its strategy is not
+    installed."""
     strategy = strategies.require(job)
     violations = [*check_submitted(job)]
     try:
@@ -55,7 +56,7 @@ def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
 
 
 def deadline_of(run: RunRecord, world: World) -> float | None:
-    """Return the leader-clock time at which an active run must be asked again."""
+    """Return the leader-clock time at which an active run must be asked again, if any."""
     try:
         deadline_s = run.strategy.next_deadline(run.value)
     except Exception:  # its next decision fails the run
@@ -75,7 +76,7 @@ def status_of(run: RunRecord, world: World) -> Status:
 
 
 def shown_status_of(run: RunRecord, world: World) -> Status:
-    """Return the run's status for readers."""
+    """Return the run's status as readers get it: without clients that were sampled in secret."""
     status = status_of(run, world)
     return shown_status(status) if draws_in_secret(run.job) else status
 
@@ -88,7 +89,7 @@ def why_waiting(run: RunRecord, world: World) -> str:
 
 
 def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
-    """Return the parties of a run whose members exchange tensors."""
+    """Return the parties of a run whose members exchange tensors, keyed by party."""
     if run.ended is not None:
         return {}
     try:
@@ -115,7 +116,7 @@ def value_of(run: RunRecord, party: Party) -> Any:
 
 
 def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:
-    """Return why a reported fact is stale; "" if it is not."""
+    """Return the reason why a reported fact is stale; "" if it is not."""
     try:
         return run.strategy.reject_reason(run.job, run.value, fact)
     except Exception as error:
@@ -123,7 +124,7 @@ def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:
 
 
 def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
-    """Return the deaths to count for a member whose process nobody asked to end."""
+    """Return the deaths to count for a member whose process ended although nobody asked it to."""
     try:
         return run.strategy.deaths_to_charge(run.value, member)
     except Exception as error:
@@ -131,7 +132,7 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
-    """Return a new membership for a party whose exchange has failed though all members live."""
+    """Return a new membership for a party whose exchange failed although all members are alive."""
     try:
         return run.strategy.reform(run.job, run.value, party, reason)
     except Exception as error:
@@ -139,8 +140,8 @@ def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
 
 
 def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
-    """Return the failure of a run that has waited for workers longer than its limit, since its
-    newest fact: a run that waits gets none."""
+    """Return the failure of a run that has waited for workers longer than its limit. The time
+    counts from the newest fact, as a waiting run gets no facts."""
     limit_s = run.job.placement_timeout_s
     if limit_s is None or now_s < run.changed_s + limit_s:
         return None
@@ -180,12 +181,12 @@ SHOWN: Final = frozenset(
         "Evaluated",
     }
 )
-"""Kinds of facts that reveal no draw, once `without_draws` has removed the clients from them."""
+"""Kinds of facts that do not reveal who was sampled once `without_draws` was applied."""
 WHY: Final = "its clients were drawn in secret"
 
 
 def draws_in_secret(job: JobSpec) -> bool:
-    """Return True if the clients of each round are drawn in secret."""
+    """Return True if the clients of each round are sampled in secret."""
     spec, strategy = job.privacy, job.strategy
     if spec is None or spec.unit != "client" or spec.noise != "secret":
         return False
@@ -193,18 +194,19 @@ def draws_in_secret(job: JobSpec) -> bool:
 
 
 def hides_draws(run: RunRecord | EndedRun) -> bool:
-    """Return True if readers of a run do not get all of its facts."""
+    """Return True if readers do not get all facts of a run, as its clients are sampled in
+    secret."""
     return run.draws_in_secret if isinstance(run, EndedRun) else draws_in_secret(run.job)
 
 
 def is_hidden(job: JobSpec, fact: Fact) -> bool:
-    """Return True if readers of the run do not get a fact."""
+    """Return True if readers do not get this fact of a run, as it reveals sampled clients."""
     return type(fact).__name__ not in SHOWN and draws_in_secret(job)
 
 
 def without_draws(run: RunRecord | EndedRun | None, fact: Fact) -> Fact:
-    """Return a fact without the draws that readers of its run may not see; run: None for a fact of
-    no run."""
+    """Return a fact without the clients that were sampled in secret, which readers may not learn;
+    run: None for a fact of the cluster."""
     if run is None or not hides_draws(run):
         return fact
     match fact:
@@ -217,8 +219,8 @@ def without_draws(run: RunRecord | EndedRun | None, fact: Fact) -> Fact:
 
 
 def shown_status(status: Status) -> Status:
-    """Return the status of a run with secret draws without the clients that train or are
-    missing."""
+    """Return the status of a run whose clients are sampled in secret, without the clients that
+    train or are missing."""
     trains = status.strategy_phase == "TRAINING"
     counts = replace(status.counts, part_done=0.0, loss=0.0, num_clients_rejected=0)
     return replace(

@@ -1,9 +1,8 @@
-"""This module defines version 2 of the contract between the coordinator and a strategy, and the
-table of strategies.
+"""Version 2 of the contract between the coordinator and a strategy, and the table of strategies.
 
-A strategy is a value: pure functions over a frozen run value of its own choosing. It acts for one
-party of a run: the root, or a party that the enclosing strategy has made. The run value carries
-the path of its party, and so does every fact and effect of it.
+A strategy is a value: pure functions over a frozen run value of its own type. It acts for one party
+of a run: the root, or a party that the enclosing strategy has made. The run value, and every fact
+and effect of the strategy, names the party by its path.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,34 +25,34 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The member of a population that a commit comes from, and how it was trained."""
+    """The member of a population that a commit comes from, and the settings it was trained with."""
 
     member: int
     schedule: tuple[Setting, ...]
-    """The settings that its state was trained with, in order of step; the last is its score's."""
+    """The settings that the state was trained with, by step; the last one led to the score."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """What a run counts, and what it has to show besides its steps."""
+    """The progress of a run in its own unit, such as rounds, and values to show with it."""
 
     unit: str = "steps"
-    """What step and num_steps of the status count: steps, rounds or generations."""
+    """The unit of step and num_steps in the status: steps, rounds or generations."""
     steps_per_epoch: int = 0
-    """0 where epochs say nothing."""
+    """The number of steps in an epoch; 0 if the run has no epochs."""
     part_done: float = 0.0
-    """Of the unit that is under way, from 0 to below 1; 0 where it is not known."""
+    """The fraction of the current unit that is done, from 0 to below 1; 0 if not known."""
     is_even: bool = True
-    """False where the units of several members overlap, so that no pace follows from them."""
+    """False if the units of several members overlap, so that no pace follows from them."""
     loss: float = 0.0
-    """Of the newest unit; 0 where the steps themselves say it."""
+    """The loss of the newest unit; 0 if the steps themselves report it."""
     num_clients_rejected: int = 0
     num_clients_late: int = 0
     best: float | None = None
-    """For a population: the best value of its newest closed generation."""
+    """The best value of a population's newest closed generation."""
     best_member: int | None = None
     num_copied: int = 0
-    """For a population: members that were replaced by copies after that generation."""
+    """The members of a population that were replaced by copies after that generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,13 @@ class Status:
     members: tuple[Member, ...] = ()
     extra: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[int, Origin] = field(default_factory=dict)
-    """Origins of a population's kept commits, by segment."""
+    """The origins of a population's kept commits, keyed by segment."""
     counts: RunCounts = field(default_factory=RunCounts)
 
 
 @dataclass(frozen=True, slots=True)
 class PartyView:
-    """The members that exchange tensors with each other, in order of rank."""
+    """The members of a party, which exchange tensors with each other, in order of rank."""
 
     membership: int
     members: tuple[Member, ...]
@@ -90,10 +89,10 @@ class RejectedClient:
 
     client: int
     worker_id: WorkerId
-    """The worker that the client lives on, or trains on unless that worker is lost."""
+    """The worker that the client is bound to, or prefers to train on."""
     num_rounds: int
     reason: str
-    """Reason of the newest rejection."""
+    """The reason of the newest rejection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,38 +103,38 @@ class NestedProgress:
     metrics: Mapping[str, float]
     """Metrics of the committed segment."""
     num_rows: Mapping[str, int]
-    """Rows of each split that the party trains on; empty until the model is built."""
+    """Rows that the party trains on, keyed by split; empty until the model is built."""
     loss: float
-    """Mean training loss of the newest segment, committed or not; 0 when not known."""
+    """Mean training loss of the newest segment, committed or not; 0 if not known."""
     is_idle: bool
-    """True when no trained segment waits for its commit or its evaluation."""
+    """True if no trained segment waits for its commit or its evaluation."""
     traffic: Mapping[str, int] = field(default_factory=dict)
     """Bytes that were sent in the newest segment, as in SegmentFinished."""
     keeps_more: bool = False
-    """The party needs more of its past than the committed state, and an earlier one lacks it."""
+    """True if the party depends on past state that is not in the committed state."""
     rejected: tuple[RejectedClient, ...] = ()
-    """Clients rejected in closed rounds since the party was begun or rebased."""
+    """Clients rejected in closed rounds since the party began or was last given another state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nesting:
-    """The functions with which a strategy continues from a given state: inside another strategy,
+    """The functions that let a strategy continue from a given state: inside another strategy,
     segment by segment, and from an earlier commit of its run."""
 
     progress: Callable[[Any], NestedProgress]
     """(value): the progress of the party."""
     rebase: Callable[[JobSpec, Any, Base, Mapping[str, int]], Any]
-    """(job, value, base, num_rows): the value after a state was given, as if it had just been
-    committed here. num_rows: as in NestedProgress, for a party that has not built the model."""
+    """(job, value, base, num_rows): the value after the party was given a state, as if it had just
+    committed that state. num_rows: see NestedProgress, for a party that has no model yet."""
     returned: Callable[[JobSpec, Any, Base, Mapping[str, float]], Any] | None = None
-    """(job, value, base, metrics): the value after the party went back to an earlier commit of its
-    own, with its metrics; None: as by rebase. What was still owed to it, and to those before, is
-    still owed."""
+    """(job, value, base, metrics): the value after the party has returned to an earlier commit of
+    its own, with the commit's metrics; None: `rebase` is used. Evaluations that were owed at that
+    commit stay owed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A party inside a strategy, run by a strategy of its own; see nested.py."""
+    """A party inside a strategy, run by its own strategy; see nested.py."""
 
     party: Party
     job: JobSpec
@@ -144,7 +143,7 @@ class Child:
     value: Any
     """The run value of that strategy."""
     horizon: int
-    """The last segment that it may train for now."""
+    """The last segment that the party may train for now."""
 
 
 def _none(*_: object) -> tuple[()]:
@@ -153,71 +152,71 @@ def _none(*_: object) -> tuple[()]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
-    """The functions of one strategy. Those without a default every strategy must have; the methods
-    add what its children say, and are what the coordinator calls."""
+    """The functions that make up a strategy; those without a default are required. The methods,
+    which the coordinator calls, combine them with the answers of the parties inside."""
 
     version: int
-    """Version of this contract that the strategy was written for."""
+    """The version of this contract that the strategy was written for."""
     init: Callable[[JobSpec, Party, "Strategies"], Any]
-    """(job, party, strategies): the run value before anything has happened. The strategies are for
-    parties inside this one."""
+    """(job, party, strategies): the initial run value. strategies: those available to parties
+    inside this one."""
     decide: Callable[[JobSpec, Any, World, float], Fact | None]
-    """(job, value, world, now_s): the next fact that follows from how things stand, if any. Asked
-    again after each fact until it answers None; so one decision at a time."""
+    """(job, value, world, now_s): the next fact that follows from the present situation, if any. It
+    is asked again after each fact until it answers None, so it decides one thing at a time."""
     transition: Callable[[JobSpec, Any, Fact, float], Any]
-    """(job, value, fact, now_s): the run value with one journaled fact folded in; now_s is the time
-    of the journal."""
+    """(job, value, fact, now_s): the run value with one journaled fact folded in; now_s: the time
+    at which the fact was journaled."""
     reject_reason: Callable[[JobSpec, Any, Fact], str]
-    """(job, value, fact): why a fact that an effect reports is stale or unexpected; "" for one that
-    is neither."""
+    """(job, value, fact): the reason why a fact reported by an effect is stale or unexpected; "" if
+    it is neither."""
     pending: Callable[[RunId, JobSpec, Any, int | None], frozenset[Effect]]
-    """(run_id, job, value, horizon): all that the party now needs done; no segment beyond the
-    horizon is begun, unless that is None."""
+    """(run_id, job, value, horizon): all effects that the party needs now; no segment beyond the
+    horizon is begun (None: no limit)."""
     status: Callable[[JobSpec, Any, World], Status]
     """(job, value, world): the run's status, for people."""
 
     check: Callable[[JobSpec, "Strategies"], list[Violation]] = lambda *_: []
-    """(job, strategies): what is wrong with this job under this strategy; asked once, at submit."""
+    """(job, strategies): the violations of a job under this strategy; asked once, at submission."""
     own_deadline: Callable[[Any], float | None] = lambda _: None
-    """(value): leader-clock time at which decide should be asked again even if nothing happens."""
+    """(value): the leader-clock time at which to call decide in any case; None: never."""
     own_parties: Callable[[Any], Mapping[Party, PartyView]] = lambda _: {}
-    """(value): the parties whose members exchange tensors among themselves."""
+    """(value): the parties whose members exchange tensors with each other."""
     own_deaths: Callable[[Any, Member], tuple[ProcessDied, ...]] = _none
-    """(value, member): a worker process has ended unasked: what it was working on."""
+    """(value, member): the work during which a worker process ended although nobody asked it to."""
     own_reform: Callable[[Any, Party, str], Fact | None] = lambda *_: None
-    """(value, party, reason): a new membership for a party whose exchange has failed although all
-    its members live."""
+    """(value, party, reason): a new membership for a party whose members failed to exchange tensors
+    although all of them live."""
     own_setback: Callable[[JobSpec, Any], str] = lambda *_: ""
-    """(job, value): what the members of the party would lose by that, as the end of its reason; ""
-    where they go on with what they hold."""
+    """(job, value): the end of the reason of such a new membership: what its members lose; "" if
+    they go on with what they hold."""
     own_blobs: Callable[[Any], frozenset[Digest]] = lambda _: frozenset()
-    """(value): the states that may still be needed, besides those of the run's commits."""
+    """(value): the states that may still be needed, besides the run's commits."""
     children: Callable[[Any], Iterable[Child]] = _none
     """(value): the parties inside this one."""
     working: Callable[[Any], Iterable[Child]] | None = None
-    """(value): those of them that have work now; None: all. A death is counted against no other."""
+    """(value): the children that have work now, against which alone deaths count; None: all."""
     nesting: Nesting | None = None
-    """None: it runs neither inside another strategy nor from an earlier commit."""
+    """The functions of nesting; None: neither inside another strategy nor from earlier commits."""
 
     def _working(self, value: Any) -> Iterable[Child]:
         return (self.working or self.children)(value)
 
     def next_deadline(self, value: Any) -> float | None:
-        """Return the earliest deadline of the party and of all that work inside it."""
+        """Return the earliest deadline of the party and of the parties that work inside it."""
         inside = (child.strategy.next_deadline(child.value) for child in self._working(value))
         deadlines = (self.own_deadline(value), *inside)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def parties(self, value: Any) -> Mapping[Party, PartyView]:
-        """Return the parties that exchange tensors, from this one down."""
+        """Return the parties whose members exchange tensors: this one and those below."""
         parties = dict(self.own_parties(value))
         for child in self.children(value):
             parties.update(child.strategy.parties(child.value))
         return parties
 
     def deaths_to_charge(self, value: Any, member: Member) -> tuple[ProcessDied, ...]:
-        """Return the deaths to count, from this party down, for a worker whose process has ended
-        unasked: one for each piece of work that it was at."""
+        """Return the deaths to count, in this party and those below, for a worker whose process
+        ended although nobody asked it to: one for each piece of work that it did."""
         inside = (
             death
             for child in self._working(value)
@@ -226,14 +225,14 @@ class Strategy:
         return (*self.own_deaths(value, member), *inside)
 
     def reform(self, job: JobSpec, value: Any, party: Party, reason: str) -> Fact | None:
-        """Return a new membership for this party or one below."""
+        """Return a new membership for this party or one below, after a failed exchange."""
         for child in self.children(value):
             if is_within(party, child.party):
                 return child.strategy.reform(child.job, child.value, party, reason)
         return self.own_reform(value, party, reason + self.own_setback(job, value))
 
     def party_job(self, job: JobSpec, value: Any, party: Party) -> JobSpec:
-        """Return the job that a party, this one or one below, trains."""
+        """Return the job that this party, or one below, trains."""
         for child in self.children(value):
             if is_within(party, child.party):
                 return child.strategy.party_job(child.job, child.value, party)
@@ -251,7 +250,7 @@ class Strategy:
 # its first state. The core therefore imports no strategy.
 
 GROUP = "stratagem.strategies"
-"""The entry points under which packages register strategies."""
+"""The entry-point group in which packages register strategies."""
 
 SILOS = "FederatedSilos"
 REGIONAL = "FederatedRegions"
@@ -261,22 +260,22 @@ SCHEDULED = "Scheduled"
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """Every strategy that jobs can have on this coordinator, by name."""
+    """The strategies that jobs can have on this coordinator, keyed by name."""
 
     built_in: Mapping[str, Strategy]
-    """Built-in strategies. Each reads a job strategy of its own type, so Custom cannot name it."""
+    """Built-in strategies. Each needs a section of its own type, so Custom cannot name one."""
     installed: Mapping[str, Strategy] = field(default_factory=dict)
-    """Strategies of other packages, for Custom."""
+    """Strategies of other packages, which Custom jobs name."""
     broken: Mapping[str, str] = field(default_factory=dict)
-    """By name, why a registered strategy cannot be used."""
+    """The reason why a registered strategy cannot be used, keyed by name."""
 
     def of(self, job: JobSpec) -> Strategy:
-        """Return the strategy that runs a job, or a stand-in (MISSING) when it is not installed
-        (any more)."""
+        """Return the strategy that runs a job, or the stand-in MISSING if it is not installed (any
+        more)."""
         return self._find(job) or MISSING
 
     def require(self, job: JobSpec) -> Strategy:
-        """Return the strategy that runs a job; raise InvalidInputError when it is not installed."""
+        """Return the strategy that runs a job. Raises InvalidInputError if it is not installed."""
         strategy = self._find(job)
         if strategy is None:
             field = "coordinator" if isinstance(job.strategy, Custom) else "type"
@@ -288,7 +287,7 @@ class Strategies:
         return (self.installed if is_custom else self.built_in).get(_name_of(job))
 
     def why_not(self, job: JobSpec) -> str:
-        """Return why there is no implementation of a job's strategy, as a sentence."""
+        """Return a sentence that says why there is no implementation of a job's strategy."""
         name = _name_of(job)
         if isinstance(job.strategy, Custom) and name in self.built_in:
             return f"{name!r} is built in and reads no config; write its own type"
@@ -301,10 +300,11 @@ class Strategies:
 
 
 def _name_of(job: JobSpec) -> str:
-    """Return the name that a job's strategy has here: for Custom its coordinator's.
+    """Return the name under which a job's strategy is registered; for Custom, the name that the job
+    gives.
 
-    Federated clients that are parties of their own have an implementation of its own, so have those
-    that are federations, jobs whose hyperparameters change by step, and those that train nothing.
+    Some jobs have implementations of their own: federations whose clients are parties or
+    federations, jobs whose hyperparameters change by step, and jobs that train nothing.
     """
     if _is_evaluated_in_shares(job):
         return EVALUATION
@@ -319,8 +319,8 @@ def _name_of(job: JobSpec) -> str:
 
 
 def _is_evaluated_in_shares(job: JobSpec) -> bool:
-    """Return True when members evaluate disjoint shares of the batches. With a model that is cut
-    all members evaluate all batches instead, as a segment without steps."""
+    """Return True if members evaluate disjoint shares of the batches. If the model is split over
+    members, all of them evaluate all batches instead, as a segment without steps."""
     return job.only_evaluates and not isinstance(job.strategy, ModelParallel)
 
 
@@ -339,5 +339,5 @@ MISSING = Strategy(
     pending=lambda _run_id, _job, _reason, _horizon: frozenset(),
     status=lambda _job, reason, _world: Status(RunPhase.PLACING, "WAITING", reason),
 )
-"""Stands in for a strategy whose package is no longer installed: its runs fail with the reason,
+"""The stand-in for a strategy whose package is no longer installed: its runs fail with the reason,
 which is their run value, and can be resumed once the package is back."""

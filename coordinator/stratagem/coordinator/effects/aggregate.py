@@ -1,6 +1,6 @@
 """AggregateRound folds the accepted updates, in client order, into the next global state.
 
-JudgeUpdates runs before it where the job has a robust rule or weighs clients by their loss.
+JudgeUpdates runs before it if the job has a robust rule or weighs clients by their loss.
 """
 
 import asyncio
@@ -16,7 +16,16 @@ from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy.noise import SecretLostError
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import Federated, FedProx, GeometricMedian, NormBound, RobustRule
+from stratagem.common.strategy import (
+    Bulyan,
+    Federated,
+    FedProx,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NormBound,
+    RobustRule,
+)
 from stratagem.common.tensors.files import header_bytes
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
@@ -72,12 +81,12 @@ from stratagem.coordinator.updates.weighing import (
 # ---- AggregateRound ----
 
 Header = tuple[Manifest, int]
-"""The layout of a state's file, and where its data start."""
+"""The manifest of a state's file, and the offset at which the tensor data start."""
 _KEPT_METADATA: Final = (AVERAGED_KEY, FROZEN_KEY)
 
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
-    """Fold in a thread, and report SegmentCommitted with the new state."""
+    """Fold a round's updates in a thread, and report SegmentCommitted with the new state."""
     masks = await opened_masks(env, effect) if effect.secure is not None else None
     if isinstance(masks, RoundRestarted | RunFailed):
         await env.runs.report(effect.run_id, masks)
@@ -109,8 +118,7 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
 async def _folded(
     runs: LiveRuns, transfers: Transfers, effect: AggregateRound, masks: OpenedMasks | None
 ) -> tuple[Folded, Header, float | None]:
-    """Return the folded state, its header, and the clipping norm of the next round of a private
-    run."""
+    """Return the folded state, its header, and the next clipping norm if the run is private."""
     entries = await asyncio.to_thread(accepted_entries, runs, transfers.spool, effect)
     base = await transfers.header(effect.base.digest)
     cancelled = threading.Event()
@@ -130,8 +138,8 @@ def _bring_ahead(
 ) -> None:
     """Send the new state to the workers of the next round while its fact is being journaled.
 
-    It is content under its own name, so a worker that gets it for nothing has lost no more than the
-    time of its link; a worker that is not guessed asks for it.
+    This is a guess: a worker that does not need the state has lost only link time, and a worker
+    that was not guessed asks for the state.
     """
     run = runs.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
@@ -173,7 +181,8 @@ def _fold(
     masks: OpenedMasks | None,
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
-    """Write the next state; for a thread."""
+    """Write the next state; return its blobs, its header and the next clipping norm. For a
+    thread."""
     job = runs.job_of(effect.run_id, effect.party)
     manifest = _next_manifest(base[0], effect)
     header = header_bytes(manifest)
@@ -209,7 +218,7 @@ def _fold(
 
 
 def _next_manifest(base: Manifest, effect: AggregateRound) -> Manifest:
-    """Return the layout of the next state, which is that of the round's base."""
+    """Return the manifest of the next state: that of the round's base with new metadata."""
     metadata = {"format": "1", "round": str(effect.round_num)}
     kept = {key: base.metadata[key] for key in _KEPT_METADATA if key in base.metadata}
     return replace(base, metadata={**metadata, **kept}, is_in_leaves=False)
@@ -236,7 +245,7 @@ def decoding_of(
     expected: Manifest,
     bases: list[Digest],
 ) -> UpdateDecoding:
-    """Return the reader of updates of the effect's job that began from these states."""
+    """Return the decoder for updates to the effect's job that began from these base states."""
     job, numerics = runs.job_of(effect.run_id, effect.party), runs.numerics_of(effect.run_id)
     return UpdateDecoding(job, numerics, blobs, expected, bases)
 
@@ -249,14 +258,14 @@ def decoding_of(
 
 @dataclass(frozen=True, slots=True)
 class CombinedUpdates:
-    """The inputs of a fold."""
+    """The inputs of a fold: the updates, their weights, and the rule that combines them."""
 
     entries: Sequence[SpoolEntry]
-    """The updates that the fold reads; none where the rule reads them itself."""
+    """The updates that the fold reads; empty if the rule reads them itself."""
     weights: Sequence[float]
-    """The weight of each of these updates."""
+    """The weight of each update in `entries`."""
     rule: Combination | None
-    """The replacement of the weighted mean, if any."""
+    """The rule that replaces the weighted mean, if any."""
 
 
 def combined_updates(
@@ -267,10 +276,10 @@ def combined_updates(
     manifest: Manifest,
     state: StateReader,
 ) -> CombinedUpdates:
-    """Return the rule of the effect's job over the accepted updates, which are in client order.
+    """Return the inputs of the round's fold: the rule of the job, and the updates that it reads.
 
-    protection: the noise of a private round, or the opened masks of a secure one; manifest, state:
-    of the state that the round began from.
+    entries: the accepted updates in client order. protection: the noise of a private round, or the
+    opened masks of a secure one. manifest, state: of the state that the round began from.
     """
     job = runs.job_of(effect.run_id, effect.party)
     options, weights = spec_of(job).options, [weight(job, each) for each in effect.accepted]
@@ -300,8 +309,8 @@ def combined_updates(
 
 
 def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: int) -> Shares:
-    """Return the shares of the changes. With `normalize` they follow from rows and steps, and those
-    of buffers from rows; otherwise all follow from the losses, and those of buffers sum to one."""
+    """Return the weights of the changes. With `normalize` they follow from rows and steps, and
+    those of buffers from rows alone; otherwise all follow from the losses."""
     largest = rows.index(max(rows))
     if spec_of(job).options.normalize is not None:
         lengths = [_length(job, number) for number in effect.num_steps]
@@ -312,7 +321,7 @@ def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: i
 
 
 def _length(job: JobSpec, num_steps: int) -> float:
-    """Return how far a client moves in so many steps under a gradient of one."""
+    """Return the distance that a client moves in num_steps steps under a gradient of one."""
     assert job.optimizer is not None, "the job was checked"
     aggregation = spec_of(job).aggregation
     pull = job.optimizer.lr * aggregation.mu if isinstance(aggregation, FedProx) else 0.0
@@ -331,7 +340,7 @@ _MAX_NAMED = 8
 
 
 async def judge_updates(runs: LiveRuns, transfers: Transfers, effect: JudgeUpdates) -> None:
-    """Compare the updates in a thread, and report UpdatesJudged."""
+    """Compare the round's updates in a thread, and report UpdatesJudged with a weight for each."""
     job = runs.job_of(effect.run_id, effect.party)
     entries = await asyncio.to_thread(accepted_entries, runs, transfers.spool, effect)
     cancelled = threading.Event()
@@ -365,7 +374,7 @@ def _judge(
     entries: Sequence[SpoolEntry],
     cancelled: threading.Event,
 ) -> Verdict:
-    """Return the verdict; for a thread."""
+    """Return the weight of each update and the reason for it. For a thread."""
 
     def should_stop() -> None:
         if cancelled.is_set():
@@ -388,7 +397,7 @@ def _judge(
 def _said(
     rule: RobustRule | None, losses: Sequence[float], clients: Sequence[int], verdict: Verdict
 ) -> str:
-    """Return the verdict as a sentence for people."""
+    """Describe the verdict in a sentence for the run's log."""
     if rule is None:
         return _said_of_losses(losses, clients, sum(verdict.weights))
     pairs = list(zip(clients, verdict.weights, strict=True))
@@ -400,14 +409,16 @@ def _said(
         case GeometricMedian():
             lightest = min(verdict.weights) * len(clients)
             return f"{updates} weighed, the lightest with {lightest:.2g} of an even share"
-        case _:
+        case Krum() | MultiKrum() | Bulyan():
             left_out = [client for client, each in pairs if not each]
             kept = len(clients) - len(left_out)
             return f"{kept} of {updates} chosen; left out{_named(left_out) or ': none'}"
+        case _:
+            raise TypeError(f"{type(rule).__name__} compares no updates")
 
 
 def _said_of_losses(losses: Sequence[float], clients: Sequence[int], step: float) -> str:
-    """Name the clients with the least and the greatest loss, and say how much the changes count."""
+    """Describe the range of the clients' losses, and the sum of their weights (`step`)."""
     in_order = sorted(zip(losses, clients, strict=True))
     (least, best), (greatest, worst) = in_order[0], in_order[-1]
     return (

@@ -1,4 +1,4 @@
-"""Build: one worker makes the model from the seed; its state becomes segment 0 of all members."""
+"""Build: one worker makes the initial model from the seed; its state becomes the first commit."""
 
 from collections.abc import Iterable, Mapping
 
@@ -24,7 +24,7 @@ from stratagem.v1 import worker_pb2
 
 
 async def build(env: EffectContext, effect: Build) -> None:
-    """Build, pull the state into the store, and report ModelBuilt."""
+    """Have the worker build the model, pull its state into the store, and report ModelBuilt."""
     job = env.runs.job_of(effect.run_id, effect.party)
     # It has a party to itself, so that building and training never share a key.
     party = child_party(effect.party, "build")
@@ -69,7 +69,7 @@ async def build(env: EffectContext, effect: Build) -> None:
 
 
 def _is_awaited(runs: LiveRuns, effect: Build, job: JobSpec, error: ErrorRecord) -> bool:
-    """Return True for a site that is closed now while no other one can build the model."""
+    """Return True if the build failed because a site is closed now, and no other site can build."""
     value = runs.state.runs[effect.run_id].value
     if error.type != SiteClosedError.__name__ or not isinstance(value, Federation):
         return False
@@ -77,8 +77,8 @@ def _is_awaited(runs: LiveRuns, effect: Build, job: JobSpec, error: ErrorRecord)
 
 
 async def _first_state(env: EffectContext, job: JobSpec, at: WorkerSession) -> tuple[Digest, int]:
-    """Return digest and size in bytes of the state that the run begins from: the one that the
-    worker has built, or the unchanged commit of another run that is resumed."""
+    """Return the digest and size of the state that the run begins from: the state that the worker
+    has built, or the commit of the other run that this one resumes."""
     initial = job.initial
     if initial is None or not initial.resume:
         digest, manifest = await stored_snapshot(env, [at], 0)
@@ -89,14 +89,15 @@ async def _first_state(env: EffectContext, job: JobSpec, at: WorkerSession) -> t
 
 
 def _begins_after(job: JobSpec) -> tuple[int, int]:
-    """Return the number of the commit that the run begins with, and the number of steps before it.
-    Rounds keep their numbers, which decide their clients and the order of their rows."""
+    """Return the number of the run's first commit, and the number of steps before it; both are 0
+    unless the run resumes another. Rounds keep their numbers, which decide their clients and the
+    order of their rows."""
     step = (job.initial.step or 0) if job.initial else 0
     return (step if isinstance(job.strategy, Federated) else 0), step
 
 
 async def _streams(runs: LiveRuns, job: JobSpec, num_rows: Mapping[str, int]) -> str:
-    """Return the marks of streams in the commit of another run that is resumed."""
+    """Return the stream positions in the commit that the run resumes; "" if there are none."""
     initial = job.initial
     if (
         initial is None or not initial.resume or num_rows.get("train")
@@ -112,8 +113,8 @@ async def _streams(runs: LiveRuns, job: JobSpec, num_rows: Mapping[str, int]) ->
 
 
 def streams_of(runs: Iterable[RunRecord], job: JobSpec, digest: Digest) -> str:
-    """Return the marks of streams in a commit of one of the runs; "" if that run has read other
-    rows, or is not known any more: streams are then read again from the start."""
+    """Return the stream positions in the commit with this digest, from a run that reads the same
+    rows. Return "" if there is no such run: streams are then read again from the start."""
     commits = (
         commit.streams
         for run in runs
@@ -140,8 +141,8 @@ def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
 
 
 def _variants(runs: LiveRuns, effect: Build) -> list[worker_pb2.Variant]:
-    """Return the variants to build besides a population's member; they show which settings its
-    layout depends on."""
+    """Return variants of a population member's job to build too: they show on which settings the
+    layout of the model depends."""
     if effect.params is None:
         return []
     tried = variants(runs.state.runs[effect.run_id].job, effect.params)

@@ -1,7 +1,7 @@
-"""Report the outcome of a client's work in a federated round: its rejection, its privacy costs,
-its state, or a late update.
+"""Report the outcome of a client's work in a federated round: its rejection, its privacy costs, its
+state, or a late update.
 
-A client that has failed is left out alone, with the reason.
+A client that fails is left out alone, with the reason.
 """
 
 import math
@@ -67,8 +67,8 @@ async def reject(
 
 
 async def reject_for_error(runs: LiveRuns, effect: TrainClient, error: ErrorRecord) -> None:
-    """Reject the update of a client whose data or code has raised, or whose worker does not follow
-    the job."""
+    """Reject a client's update because its data or code raised, or its worker does not follow the
+    job."""
     log_error(runs, effect.run_id, effect.client, error)
     kept = None
     if runs.errors.is_new(effect, error):
@@ -80,8 +80,8 @@ async def reject_for_error(runs: LiveRuns, effect: TrainClient, error: ErrorReco
 
 
 def log_error(runs: LiveRuns, run_id: RunId, client: int, error: ErrorRecord) -> None:
-    """Write an error into the run's log, as a line of the worker, unless the client was drawn in
-    secret: the journal has the error then."""
+    """Write a client's error into the run's log, unless the run draws its clients in secret (then
+    only the journal has the error)."""
     if runs.draws_in_secret(run_id):
         return
     text = f"client {client}, {error.activity}: {error.traceback or error.message}".rstrip()
@@ -89,10 +89,10 @@ def log_error(runs: LiveRuns, run_id: RunId, client: int, error: ErrorRecord) ->
 
 
 def defect(loss: float, num_steps: int, metrics: Mapping[str, float]) -> tuple[Cause, str] | None:
-    """Return why an update cannot count: its client has skipped all steps, or its loss is not
-    finite.
+    """Return the cause and reason to reject an update if its client skipped all steps or its loss
+    is not finite; else None.
 
-    metrics: by name, as in UpdateReceived.
+    metrics: keyed by name, as in UpdateReceived.
     """
     num_skipped = metrics.get(SKIPPED_STEPS, 0)
     if num_steps and num_skipped >= num_steps:
@@ -104,8 +104,8 @@ def defect(loss: float, num_steps: int, metrics: Mapping[str, float]) -> tuple[C
 
 
 def defect_before(q: float | None, loss: float | None) -> tuple[Cause, str] | None:
-    """Return why an update cannot be weighed by the loss that its client has measured before it
-    trained; None without a q, which asks for that."""
+    """Return the cause and reason to reject an update whose client's loss before training is
+    missing or invalid; None if it is valid, or if q, which weighs by that loss, is None."""
     if q is None:
         return None
     if loss is None:
@@ -124,12 +124,11 @@ def defect_before(q: float | None, loss: float | None) -> tuple[Cause, str] | No
 
 
 def row_privacy(runs: LiveRuns, effect: TrainClient) -> worker_pb2.RowPrivacy:
-    """Return the parameters of the noise of a client's round; for a thread.
+    """Return the parameters of the noise that a client adds in its round; for a thread.
 
-    A site has its secret to itself, which protects its rows from the coordinator, too. The noise on
-    rows that any worker may read comes from the coordinator's secret: another worker that repeats
-    the round must draw the same. Raises SecretLostError, and InvalidInputError where there can be
-    none.
+    A site has its own secret, which protects its rows from the coordinator, too. Otherwise the
+    noise comes from the coordinator's secret, so that another worker that repeats the round draws
+    the same. Raises SecretLostError, and InvalidInputError if the job allows no noise.
     """
     job, asked = runs.job_of(effect.run_id, effect.party), effect.rows
     assert job.privacy is not None
@@ -148,8 +147,8 @@ def row_privacy(runs: LiveRuns, effect: TrainClient) -> worker_pb2.RowPrivacy:
 
 
 def spent_of(result: worker_pb2.ClientRoundResult) -> RowsSpent | None:
-    """Return the privacy budget that a client says its rows have spent; an invalid number counts as
-    an infinite one."""
+    """Return the privacy budget that a client reports to have spent; an invalid number counts as
+    infinite."""
     if not result.HasField("spent"):
         return None
     told = result.spent
@@ -183,10 +182,10 @@ def client_state_ref(state: KeptState | None) -> worker_pb2.ClientStateRef | Non
 
 
 def kept_rounds(runs: LiveRuns, effect: TrainClient) -> tuple[int, ...]:
-    """Return the rounds whose states the client still needs besides the one that it makes.
+    """Return the rounds whose client states must be kept besides the state of the current round.
 
-    The state is read when the plan is sent, because an evaluation made meanwhile changes no effect
-    that is due.
+    The rounds are read when the plan is sent, since an evaluation made meanwhile changes no pending
+    effect.
     """
     run = runs.state.runs.get(effect.run_id)
     value = None if run is None else run.value
@@ -196,7 +195,7 @@ def kept_rounds(runs: LiveRuns, effect: TrainClient) -> tuple[int, ...]:
 async def report_lost_state(
     runs: LiveRuns, effect: TrainClient, result: worker_pb2.ClientRoundResult
 ) -> None:
-    """Report that a client has begun anew because its state is lost."""
+    """Report that a client started afresh because its earlier state is lost."""
     if effect.state is None or not result.state_lost:
         return
     fact = ClientStateLost(
@@ -211,8 +210,8 @@ async def report_lost_state(
 def state_defect(
     runs: LiveRuns, effect: TrainClient, result: worker_pb2.ClientRoundResult
 ) -> tuple[Cause, str] | None:
-    """Return why an update cannot count: the digest of its client's state is wrong, or there should
-    be no state."""
+    """Return the cause and reason to reject an update if the digest of its client state is wrong,
+    or if there should be no client state; else None."""
     job = runs.job_of(effect.run_id, effect.party)
     is_there = spec_of(job).options.has_client_state and not has_simulated_states(job)
     try:
@@ -227,7 +226,7 @@ def state_defect(
 async def kept_state(
     env: EffectContext, effect: TrainClient, at: WorkerSession, told: str
 ) -> Digest:
-    """Return the digest of the client's state; bring that of a simulated client into the store.
+    """Return the digest of the client's state; first store the state of a simulated client.
 
     told: the digest of the state at the worker.
     """
@@ -249,17 +248,17 @@ async def report_update(
     fact: UpdateReceived | UpdateRejected,
     histories: Sequence[HistoryRow] = (),
 ) -> None:
-    """Report the outcome of a client's update, and count it if its round was closed without it.
+    """Report a client's outcome to the loop, and count it if its round was closed without it.
 
-    histories: of the steps that the update was made by.
+    histories: of the steps that made the update.
     """
     if not await runs.report(effect.run_id, fact, histories):
         count_if_late(runs, effect)
 
 
 def count_if_late(runs: LiveRuns, effect: TrainClient | CollectUpdate | SumRegion) -> None:
-    """Count an effect that has ended without its update, unless the client goes on elsewhere, the
-    run is over, or only this process ends."""
+    """Count a client's work as late if it ends without an update, unless the client continues
+    elsewhere, the run is over, or this process is ending."""
     run = runs.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
         return

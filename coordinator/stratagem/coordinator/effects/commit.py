@@ -1,7 +1,7 @@
-"""CommitSegment stores the snapshot of a finished segment; UploadCommit completes a commit whose
-parts only workers have.
+"""CommitSegment stores the snapshot of a finished segment; UploadCommit completes a commit of which
+some parts are only on workers.
 
-The members train on meanwhile. Of members that hold the same bits any one suffices. Where the
+The members train on meanwhile. If several members hold the same bits, one of them suffices. If the
 state is divided among members, every part is pulled, and the parts become one blob.
 """
 
@@ -84,7 +84,7 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
 
 
 async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, int]:
-    """Store a state of which members hold parts; return its digest and size in bytes."""
+    """Store a state that is divided among members; return its digest and size in bytes."""
     parts = _holders(effect)
     written = await written_by_owners(env, parts, effect.segment)
     if written is not None:
@@ -96,7 +96,7 @@ async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, i
 
 
 def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
-    """Return the holders of each part: its owners, then those with a mirror of it."""
+    """Return the holders of each part: its owners, then the members with a mirror of it."""
     mirrors = effect.mirrors or ((),) * len(effect.parts)
     return [
         [PartHolder(_session(effect, member)) for member in owners]
@@ -108,9 +108,9 @@ def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
 async def stored_snapshot(
     env: EffectContext, sessions: Sequence[WorkerSession], segment: int
 ) -> tuple[Digest, Manifest]:
-    """Store the snapshot that all of the sessions have; return its digest and its manifest.
+    """Store the snapshot that all sessions have in common; return its digest and manifest.
 
-    Raises ContradictionError where they have not the same one.
+    Raises ContradictionError if the sessions have different snapshots.
     """
     written = await written_by_members(env, sessions, segment)
     if written is not None:
@@ -126,10 +126,10 @@ async def merged(
     *,
     joins_rows: bool = False,
 ) -> tuple[Digest, int]:
-    """Pull all parts and write them as one blob; return its digest and size in bytes.
+    """Pull all parts of a state and write them as one blob; return its digest and size in bytes.
 
-    writer_of: makes the writer of the blob; unless given, it is one file. joins_rows: see
-    `joined_rows`. Raises ContradictionError for parts that make no whole.
+    pulls_of: pull one part each. writer_of: makes the writer of the blob, by default of one file.
+    joins_rows: see `joined_rows`. Raises ContradictionError if the parts make no whole.
     """
     parts: list[StatePart] = []
     cancelled = threading.Event()
@@ -189,11 +189,11 @@ LOST: Final = (
     *(ContradictionError, IntegrityError, InvalidInputError),
     *(LimitError, NotFoundError, PermissionDeniedError),
 )
-"""Errors that mean that a worker does not have the file, or not as it was."""
+"""Errors that mean that a worker does not have the file, or has it with other content."""
 
 
 async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
-    """Report CommitUploaded, or SoleCopiesLost where a worker does not have its file any more."""
+    """Complete a commit: report CommitUploaded, or SoleCopiesLost if a worker has lost its file."""
     copies = zip(effect.holders, effect.kept, strict=True)
     pulls = [partial(_sole_copy, env, effect, *copy) for copy in copies]
     try:
@@ -216,9 +216,9 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
 
 
 def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) -> bool:
-    """Return True when a worker that has not sent its file never will: it does not have it, is
-    lost, or has left. If the run has ended, which cannot be resumed meanwhile, no other start of
-    the worker is asked, and only a call that a present worker did not answer is repeated."""
+    """Return True if a worker's file will never arrive: the worker does not have it, is lost, or
+    has left. After the run has ended, only an unanswered call to a worker that is still present is
+    retried."""
     holders = [(holder, env.runs.state.workers.get(holder.worker_id)) for holder in effect.holders]
     are_gone = any(record is None or not record.is_alive for _, record in holders)
     run = env.runs.state.runs.get(effect.run_id)
@@ -229,7 +229,7 @@ def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) ->
 
 
 async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:
-    """Return the committed part, which all members have."""
+    """Return the part of the state that is stored already, which all members have."""
 
     def copy() -> StatePart:
         limits = env.transfers.limits

@@ -1,7 +1,7 @@
 """The context in which effects act: the runs that they report about, the calls to workers, and the
 transfers between workers and stores.
 
-Its helpers remember the journaled errors, and let a worker read a state from an object store by
+It also remembers the journaled errors, and lets a worker read a state from an object store by
 signed requests.
 """
 
@@ -64,20 +64,20 @@ from stratagem.v1 import types_pb2, worker_pb2
 # that fail alike would fill the journal.
 
 MAX_ERRORS: Final = 8
-"""Different exceptions of a round that are journaled."""
+"""The number of different exceptions of one round that are journaled."""
 
 
 @dataclass(slots=True)
 class JournaledErrors:
-    """The journaled exceptions of the newest round of each party; lost with this process, which
-    then journals them again."""
+    """The exceptions of each party's newest round that are journaled already. They are kept in
+    memory only, so a restarted process journals them again."""
 
     _rounds: dict[tuple[RunId, Party], tuple[int, set[tuple[str, str]]]] = field(
         default_factory=dict
     )
 
     def is_new(self, effect: TrainClient, error: ErrorRecord) -> bool:
-        """Return True if the error is to be journaled; it counts as journaled then."""
+        """Return True if the error must be journaled, and count it as journaled from now on."""
         number, known = self._rounds.get((effect.run_id, effect.party), (0, set()))
         if number != effect.round_num:
             known = set()
@@ -101,7 +101,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class LiveRuns:
-    """The runs in the newest durable state, and everything that effects report about them."""
+    """The runs in the newest durable state, and the means by which effects report about them."""
 
     loop: Loop
     feed: Feed
@@ -109,10 +109,10 @@ class LiveRuns:
     logs: RunLogs
     profiles: Profiles
     secret: PrivacySecret
-    """The source of the draws and the noise of private runs."""
+    """The secret from which the draws and the noise of private runs are derived."""
     chores: Chores
     refused: Counter[Cause] = field(default_factory=Counter)
-    """Updates of federated clients that do not count, since the start."""
+    """The number of rejected updates of federated clients since the start, per cause."""
     errors: JournaledErrors = field(default_factory=JournaledErrors)
     stalled: StalledPlans = field(default_factory=StalledPlans)
 
@@ -122,52 +122,50 @@ class LiveRuns:
         return self.loop.state
 
     def is_due(self, effect: Effect) -> bool:
-        """Return True if the newest state still asks for the effect."""
+        """Return True if the effect is still pending in the newest durable state."""
         run = self.state.runs.get(effect.run_id)
         return run is not None and effect in pending_of(run)
 
     def job_of(self, run_id: RunId, party: Party) -> JobSpec:
-        """Return the job that a party of a run trains: the run's job, with the changes of its
+        """Return the party's job: the job of the run, with the changes of the party's
         strategies."""
         run = self.state.runs[run_id]
         return run.strategy.party_job(run.job, run.value, party)
 
     def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
-        """Return the metrics that the party's job asks for."""
+        """Return the names of the metrics that the party's job asks for."""
         evaluation = self.job_of(run_id, party).evaluation
         return list(evaluation.metrics) if evaluation else []
 
     def numerics_of(self, run_id: RunId) -> int:
-        """Return the version of the numerics rules that decide the bits of a run; see
-        common/numerics/rules.py."""
+        """Return the version of the numerics rules (common/numerics/rules.py), which fix a run's
+        results to the bit."""
         return self.state.runs[run_id].numerics
 
     def spool_key(
         self, run_id: RunId, party: Party, round_num: int, client: int, attempt: int = 0
     ) -> SpoolKey:
-        """Return the key of a client's update in the spool. attempt: of a secure round; each one
-        has other masks, so an update of an earlier attempt must not be found under this key."""
+        """Return the key of a client's update in the spool. attempt: of a secure round; each
+        attempt has other masks, so an update of an earlier attempt must not be found."""
         client += attempt * MAX_CLIENTS
         run = self.state.runs.get(run_id)
         of_run = SpoolRun(run_id) if run is None else SpoolRun.of(run)
         return SpoolKey(of_run, party, round_num, client)
 
     def draws_in_secret(self, run_id: RunId) -> bool:
-        """Return True if nobody may read who trains in the rounds of a run."""
+        """Return True if the run must not disclose which clients train in its rounds."""
         run = self.state.runs.get(run_id)
         return run is not None and draws_in_secret(run.job)
 
     def say(self, event: str, run_id: RunId, **ids: Any) -> None:
-        """Write an event of one worker of a run into the coordinator's log; at the level debug if
-        the run's clients are drawn in secret."""
+        """Log an event about one worker of a run; at debug level if clients are drawn in secret."""
         say = log.debug if self.draws_in_secret(run_id) else log.info
         say(event, run_id=run_id, **ids)
 
     async def report(self, run_id: RunId, fact: Fact, histories: Sequence[HistoryRow] = ()) -> bool:
-        """Report a fact to the loop; one that came too late is dropped and logged with its reason.
+        """Submit a fact to the loop; return False, and log the reason, if the fact came too late.
 
         histories: of the steps that the fact ends, stored with it.
-        Return True if it came in time.
         """
         try:
             await self.loop.submit(Report(run_id, fact), histories)
@@ -188,7 +186,7 @@ class WorkerCalls:
     runs: LiveRuns
     links: Links
     yield_slots: Callable[[Effect], None]
-    """Frees the slots of its worker that an effect occupies, before the effect has ended."""
+    """Releases the compute slots of an effect that continues without them."""
     job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
 
     def link(self, member: Member) -> WorkerLink:
@@ -196,7 +194,7 @@ class WorkerCalls:
         return self.links.to(member, self.runs.state)
 
     def job_json(self, run_id: RunId, party: Party) -> str:
-        """Return the party's job as text; a federated run asks for it once per client."""
+        """Return the party's job as JSON, cached: a federated run asks for it once per client."""
         job = self.runs.job_of(run_id, party)
         known = self.job_texts.get((run_id, party))
         if known is None or known[0] is not job:
@@ -204,13 +202,14 @@ class WorkerCalls:
         return known[1]
 
     def submitter(self, run_id: RunId) -> str:
-        """Return who has submitted a run, as requests name them."""
+        """Return the name of the user who submitted a run, for requests to workers."""
         return self.runs.state.runs[run_id].submitted_by.replace(" ", "/", 1)
 
     def request(
         self, party: Party, at: WorkerSession, segment: int, **plan: Message
     ) -> worker_pb2.ExecuteRequest:
-        """Return the request to execute a plan, such as build=BuildPlan(), for a party's job."""
+        """Return the request that has a worker execute a plan for a party's job. plan: one keyword,
+        such as build=BuildPlan()."""
         return worker_pb2.ExecuteRequest(
             fence=self.link(at.member).fence(at.membership),
             session=at.ref,
@@ -223,15 +222,14 @@ class WorkerCalls:
         )
 
     async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
-        """Lose a member at whose address no process answers; had_begun: the last plan that it was
-        sent had begun."""
+        """Report a worker as lost, because no process answers at its address. had_begun: the last
+        plan sent to the worker had begun."""
         await self.runs.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
 
     async def end_early(
         self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
     ) -> None:
-        """Handle a plan that ended without result or error: its worker drains, or the plan was
-        aborted."""
+        """Handle a plan without result or error: its worker is draining, or it was aborted."""
         reason = result.interrupted.reason
         self.runs.say("plan interrupted", run_id, worker_id=member.worker_id, reason=reason)
         if reason == "drained":
@@ -243,8 +241,8 @@ class WorkerCalls:
             del self.job_texts[run_party]
 
     def _rows_of(self, run_id: RunId, party: Party) -> str:
-        """Return some rows of a party's data, as they were when its model was built, or those of
-        the nearest party above it that has any."""
+        """Return the sample rows recorded when the party's model was built, or those of its nearest
+        parent party that has any."""
         rows = self.runs.state.runs[run_id].rows
         while party not in rows and party != ROOT:
             party = Party(party.rpartition("/")[0])
@@ -254,19 +252,20 @@ class WorkerCalls:
 # ---- Transfers ----
 
 MAX_PULLS = 2
-"""Model-sized streams received at once: more would not be faster, and each takes buffers."""
+"""The model-sized streams received at once: more are not faster, and each takes buffers."""
 
 MAX_HEADERS = 64
 
 MAX_BROUGHT = 16
-"""The most states that a worker keeps of a run; it says which of them it still has when it asks."""
+"""The states per run that a worker keeps; it says which of them it still has when it asks."""
 
 PushKey = tuple[Member, RunId, Digest]
 
 
 @dataclass(frozen=True, slots=True)
 class PulledSnapshot:
-    """A snapshot of a session that has become a blob, under the name that the worker gave it."""
+    """A snapshot of a session that was stored as a blob, with the name that the worker gave the
+    snapshot."""
 
     member: Member
     name: str
@@ -283,14 +282,14 @@ class Transfers:
     settings: Settings
     pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
     brought: dict[tuple[Member, RunId], deque[Digest]] = field(default_factory=dict)
-    """The newest states that were brought to each member of each run, and may be there still."""
+    """The newest states that were sent to each member of each run, which may still have them."""
     frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
     headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
     snapshots: dict[tuple[RunId, Party], PulledSnapshot] = field(default_factory=dict)
-    """The newest one of each run and party."""
+    """The newest pulled snapshot, keyed by run and party."""
     together: Together = field(default_factory=Together)
-    """Updates of a round that are being made durable."""
+    """Groups the updates of a round that are being made durable at the same time."""
 
     @property
     def limits(self) -> Limits:
@@ -298,26 +297,25 @@ class Transfers:
         return Limits(max_total_bytes=self.settings.max_state_bytes)
 
     async def header(self, digest: Digest) -> tuple[Manifest, int]:
-        """Return the manifest of a blob, which is checked against its digest, and where its data
-        start."""
+        """Return a blob's manifest, verified against the digest, and the offset of its data."""
         if digest not in self.headers:
             header = await asyncio.to_thread(self._read_header, digest)
             self.keep_header(digest, header)
         return self.headers[digest]
 
     def keep_header(self, digest: Digest, header: tuple[Manifest, int]) -> None:
-        """Store the result of `header` for a blob that was just read or written."""
+        """Cache what `header` returns, for a blob that was just read or written."""
         while len(self.headers) >= MAX_HEADERS:
             self.headers.pop(next(iter(self.headers)))
         self.headers[digest] = header
 
     async def bring(self, member: Member, run_id: RunId, digest: Digest) -> None:
-        """Bring a state to a worker before it asks, unless it was brought already."""
+        """Send a state to a worker before it asks, unless it was sent already."""
         if digest not in self.brought.get((member, run_id), ()):
             await self.push(member, run_id, digest)
 
     def forget(self, run_id: RunId) -> None:
-        """Stop the transfers of a run that has ended to its workers, which forget the run now."""
+        """Cancel the transfers of an ended run, and forget which states its workers have."""
         for key in [key for key in self.pushes if key[1] == run_id]:
             self.pushes[key].cancel()
         for member_run in [pair for pair in self.brought if pair[1] == run_id]:
@@ -326,14 +324,14 @@ class Transfers:
             del self.snapshots[run_party]
 
     def forget_member(self, member: Member) -> None:
-        """Forget the states that were brought to a process of a worker that is gone."""
+        """Forget which states were sent to a worker process that is gone."""
         for member_run in [pair for pair in self.brought if pair[0] == member]:
             del self.brought[member_run]
 
     async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
-        """Bring a blob to a worker; callers that ask for the same one share one transfer. Raises
-        UnavailableError if it is stopped: a group of tasks would take a cancellation for the
-        caller's, and the worker would wait for ever."""
+        """Send a blob to a worker; concurrent callers for the same blob share one transfer. Raises
+        UnavailableError if the transfer is cancelled: a task group would take a CancelledError for
+        the caller's own, and the worker would wait forever."""
         try:
             # One caller that goes away must not take the blob from the others.
             await asyncio.shield(self.start_push(member, run_id, digest))
@@ -418,14 +416,14 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class EffectContext:
-    """The three parts that effects act with; a function takes those that it needs, or all."""
+    """The three parts that effects act with: runs, worker calls and transfers."""
 
     runs: LiveRuns
     workers: WorkerCalls
     transfers: Transfers
 
     def forget(self, run_id: RunId) -> None:
-        """Forget a run that has ended, and stop its transfers."""
+        """Forget a run that has ended, and cancel its transfers."""
         self.runs.errors.forget(run_id)
         self.workers.forget(run_id)
         self.transfers.forget(run_id)
@@ -448,8 +446,8 @@ async def fetch(
     leaves: LeafBlobs,
     stall_s: float,
 ) -> None:
-    """Return when the worker has the state. Raises an error of our tree where it has not: then it
-    must come another way."""
+    """Have a worker read a state from the object store; return once the worker has all of it.
+    Raises a StratagemError if that fails: the state must then be sent to the worker."""
     held = await asyncio.to_thread(leaves.open, digest)  # no leaf is collected meanwhile
     content = await asyncio.to_thread(leaves.list_of, digest)
     digests = read_list(content, digest, leaves.limits).digests
@@ -496,25 +494,25 @@ async def _send_list(call: Any, content: bytes) -> None:
 # Within one call, a worker asks for signed requests about the leaves of one state.
 
 MAX_ASKED: Final = 64
-"""Leaves in one message."""
+"""The number of leaves that a worker may ask for in one message."""
 MAX_SIGNED: Final = 16
-"""Requests for one leaf: the first, and others when it was refused or its time was over."""
+"""The signed requests per leaf: the first, and more if it was refused or has expired."""
 
 Sign = Callable[[Sequence[Digest]], Sequence[str]]
-"""Makes a URL for each leaf; blocks."""
+"""Makes a signed URL for each leaf; blocks."""
 
 
 class LeafSigning:
-    """The signed requests of one call, within limits."""
+    """Answers a worker's requests for signed URLs within one call, within limits."""
 
     def __init__(self, call: Any, make: Callable[..., Any], sign: Sign) -> None:
-        """make: the message of the call that has them in its field `signed`."""
+        """make: the constructor of the call's message with the URLs in its field `signed`."""
         self._call, self._make, self._sign = call, make, sign
         self._signed: Counter[int] = Counter()
 
     async def answer(self, numbers: Sequence[int], leaves: Sequence[Digest]) -> None:
-        """Send a signed request for each leaf that is asked for, given with its number, which the
-        caller has checked. Raises LimitError for too many."""
+        """Send a signed URL for each leaf asked for. Raises LimitError for too many. numbers: the
+        leaves' numbers, which the caller has checked."""
         self._signed.update(numbers)
         if len(numbers) > MAX_ASKED or any(self._signed[each] > MAX_SIGNED for each in numbers):
             text = f"at most {MAX_ASKED} leaves in a message, and each {MAX_SIGNED} times"

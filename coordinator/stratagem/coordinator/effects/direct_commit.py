@@ -1,8 +1,8 @@
 """The members of a party write the leaves of a state into the store directly, without sending its
-bytes to the coordinator.
+bytes to the coordinator. A leaf is a content-addressed piece of a state.
 
-Where all members have the whole snapshot, each writes a numbered share of the leaves. Where the
-state is divided, the coordinator says of which pieces each leaf is made.
+If all members have the whole snapshot, each writes a numbered share of the leaves. If the state is
+divided, the coordinator says of which pieces each leaf is made.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ from stratagem.v1 import worker_pb2
 # leaf is read again: a wrong one reveals a worker that writes other bytes than it has.
 
 NUM_IDLE_TIMEOUTS: Final = 4
-"""Idle timeouts of a stream before a call is given up: a leaf takes longer than a chunk."""
+"""A call is given up after so many stream idle timeouts: a leaf takes longer than a chunk."""
 _DIGEST_BYTES: Final = 32
 
 log = structlog.get_logger()
@@ -61,19 +61,19 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class ReportedLeaves:
-    """The leaves of one state as members report them."""
+    """The leaves of one state, with the digests that members have reported so far."""
 
     limits: Limits
     manifest: Manifest | None = None
     sizes: Sequence[int] = ()
-    """Sizes of the leaves, in order."""
+    """The size of each leaf, in order."""
     digests: dict[int, Digest] = field(default_factory=dict)
     written: dict[WorkerId, dict[int, Digest]] = field(default_factory=dict)
-    """The new leaves of each member since leaves were last compared."""
+    """The leaves that each member has newly written since leaves were last verified."""
 
     @classmethod
     def of(cls, manifest: Manifest, limits: Limits) -> Self:
-        """Begin with a state that is known, of which members hold parts."""
+        """Return an empty report for a state with a known manifest, of which members hold parts."""
         return cls(limits, manifest, [leaf.size for leaf in leaves_of(manifest)])
 
     @property
@@ -89,7 +89,7 @@ class ReportedLeaves:
         return self.manifest
 
     def begin(self, manifest: Manifest, worker_id: WorkerId) -> None:
-        """Take the manifest of a member that has the whole state."""
+        """Take the manifest of a member with the whole state; all members must send the same."""
         if self.manifest is None:
             self.manifest, self.sizes = manifest, [leaf.size for leaf in leaves_of(manifest)]
         elif manifest != self.manifest:
@@ -99,7 +99,7 @@ class ReportedLeaves:
 def _checked(
     leaf: worker_pb2.WrittenLeaf | worker_pb2.AskedLeaf, numbers: Collection[int]
 ) -> tuple[int, Digest]:
-    """Return number and digest of a leaf, which must be one of those that were ordered."""
+    """Return number and digest of a reported leaf. Raises InvalidInputError if not ordered."""
     if leaf.number not in numbers or len(leaf.digest) != _DIGEST_BYTES:
         raise InvalidInputError.at("leaf", f"{leaf.number} was not asked of this worker")
     return leaf.number, Digest(leaf.digest.hex())
@@ -107,22 +107,22 @@ def _checked(
 
 @dataclass(frozen=True, slots=True)
 class LeafOrder:
-    """The order to one member to write leaves."""
+    """An order that has one member write leaves of a snapshot."""
 
     at: WorkerSession
     header: worker_pb2.WriteLeavesHeader
     numbers: Collection[int] | None = None
-    """Numbers of the leaves; None where they follow from the rank in the header."""
+    """The numbers of the leaves to write; None if they follow from the rank in the header."""
 
     def numbers_of(self, num_leaves: int) -> Collection[int]:
-        """Return the numbers of this order's leaves in a state of num_leaves."""
+        """Return the numbers of the leaves that this order covers, in a state of num_leaves."""
         if self.numbers is not None:
             return self.numbers
         return range(self.header.rank, num_leaves, self.header.num_ranks)
 
 
 OrdersOf = Callable[[Sequence[WorkerSession], ReportedLeaves], Sequence[LeafOrder]]
-"""Shares the leaves that are not reported yet out among members."""
+"""Divides the leaves that are not reported yet among members, as one order each."""
 
 
 async def written_leaves(
@@ -132,8 +132,8 @@ async def written_leaves(
     reported: ReportedLeaves,
     orders_of: OrdersOf,
 ) -> Digest | None:
-    """Have members write all leaves of a state, and make their list durable; return the digest of
-    the state, or None where no member is left that can write."""
+    """Have members write all leaves of a state, and make the list of leaves durable. Return the
+    digest of the state; None if every writer has failed."""
     while writers and not reported.is_complete:
         have = [bytes.fromhex(leaf) for leaf in sorted(upload.have | {*reported.digests.values()})]
         orders = orders_of(writers, reported)
@@ -150,7 +150,7 @@ async def written_leaves(
 
 
 async def begun_upload(env: EffectContext, leaves: LeafBlobs, at: WorkerSession) -> DirectUpload:
-    """Begin an upload, which ends at once when the caller is cancelled."""
+    """Begin an upload of leaves; if the caller is cancelled meanwhile, the upload ends at once."""
     states = kept_states(env.runs, at.run_id)
     begun = asyncio.ensure_future(asyncio.to_thread(lambda: leaves.upload(states)))
     try:
@@ -168,7 +168,7 @@ def _end(begun: asyncio.Future[DirectUpload]) -> None:
 def order_of(
     env: EffectContext, at: WorkerSession, store_id: str, upload: DirectUpload, segment: int
 ) -> LeafOrder:
-    """Return an order about the snapshot of a segment that names no leaves yet."""
+    """Return an order about the snapshot of a segment, without numbers of leaves yet."""
     header = worker_pb2.WriteLeavesHeader(
         fence=env.workers.link(at.member).fence(at.membership),
         session=at.ref,
@@ -182,7 +182,7 @@ def order_of(
 async def _ask_all(
     env: EffectContext, orders: Sequence[LeafOrder], reported: ReportedLeaves
 ) -> list[WorkerId]:
-    """Have each member write its leaves; return those that have not."""
+    """Have each member write its leaves; return the workers that have failed."""
     failed: list[WorkerId] = []
     contradictions: list[ContradictionError] = []
 
@@ -237,7 +237,8 @@ async def _call(
     take: Callable[[worker_pb2.WriteLeavesResponse], None],
     numbers: Callable[[], Collection[int]],
 ) -> None:
-    """Make a call to its end; numbers: of the leaves for which requests are signed."""
+    """Make one WriteLeaves call to its end, and sign the requests that the member asks for. take:
+    called with each other message. numbers: returns the leaves that may be asked for."""
     stall_s = NUM_IDLE_TIMEOUTS * env.transfers.settings.stream_idle_timeout_s
 
     def silent(stall_s: float) -> Exception:
@@ -270,7 +271,7 @@ async def _call(
 
 
 def _signed(env: EffectContext, upload: str, leaves: Sequence[Digest]) -> Sequence[str]:
-    """Return signed requests by which a member may write leaves of an upload."""
+    """Return signed URLs with which a member may write these leaves of an upload."""
     blobs = leaves_in(env.transfers.blobs)
     if blobs is None or blobs.signs is None:
         raise InvalidInputError.at("message", "asks for signed requests, and there is a folder")
@@ -278,8 +279,8 @@ def _signed(env: EffectContext, upload: str, leaves: Sequence[Digest]) -> Sequen
 
 
 def _wrong(upload: DirectUpload, reported: ReportedLeaves) -> list[WorkerId]:
-    """Compare the sizes of new leaves, and read one of them; return the workers with a leaf of
-    other bytes, and forget all new leaves of theirs."""
+    """Verify newly written leaves: compare all sizes, and read one leaf at random. Return the
+    workers that wrote a wrong leaf, and discard all of their new leaves."""
     written = [(who, number) for who, leaves in reported.written.items() for number in leaves]
     if not written:
         return []
@@ -305,10 +306,10 @@ def _wrong(upload: DirectUpload, reported: ReportedLeaves) -> list[WorkerId]:
 async def written_by_members(
     env: EffectContext, sessions: Sequence[WorkerSession], segment: int
 ) -> tuple[Digest, Manifest] | None:
-    """Return digest and manifest of a snapshot that the sessions have, once it is durable in the
-    store; None where states are files, or no member can write leaves.
+    """Have the sessions write their common snapshot into the store; return its digest and manifest.
 
-    Raises ContradictionError where members hold other tensors than others.
+    Return None if states are stored as files, or no member can write leaves. Raises
+    ContradictionError if members hold different tensors.
     """
     leaves = leaves_in(env.transfers.blobs)
     if leaves is None:
@@ -331,7 +332,7 @@ def _shares(
     writers: Sequence[WorkerSession],
     _: ReportedLeaves,
 ) -> list[LeafOrder]:
-    """Give each member its share by number, of a state that all of them have."""
+    """Divide the leaves evenly by number among members, which all have the whole state."""
     orders = []
     for rank, at in enumerate(writers):
         order = order_of(env, at, store_id, upload, segment)
@@ -350,7 +351,8 @@ def _shares(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the state, and the members that have it, with the snapshot's name there."""
+    """A part of a divided state, and per worker the session and snapshot name under which the
+    worker has it."""
 
     manifest: Manifest
     sources: Mapping[WorkerId, tuple[WorkerSession, str]]
@@ -359,11 +361,11 @@ class _Part:
 async def written_by_owners(
     env: EffectContext, parts: Sequence[Sequence[PartHolder]], segment: int
 ) -> tuple[Digest, int] | None:
-    """Return digest and size in bytes of the state whose parts these members hold, once it is
-    durable in the store; None where states are files, or a part is with nobody that can write.
+    """Have the holders of a divided state write it into the store; return its digest and size in
+    bytes.
 
-    parts: the members that have each part. Raises ContradictionError where the parts make no
-    whole.
+    parts: the holders of each part. Return None if states are stored as files, or no holder of some
+    part can write. Raises ContradictionError if the parts make no whole.
     """
     leaves = leaves_in(env.transfers.blobs)
     if leaves is None:
@@ -395,7 +397,7 @@ async def written_by_owners(
 
 
 class DescribedPart(NamedTuple):
-    """A part of a state as the member that has it describes it; name: of the snapshot."""
+    """A part of a state, as its holder describes it. name: of the snapshot with the part."""
 
     manifest: Manifest
     name: str
@@ -403,7 +405,7 @@ class DescribedPart(NamedTuple):
 
 
 async def _described(env: EffectContext, order: LeafOrder) -> list[DescribedPart]:
-    """Return the parts that a member has; none where it does not answer."""
+    """Ask a member to describe its parts; return them, or an empty list if the call fails."""
     limits = env.transfers.limits
     parts: list[DescribedPart] = []
 
@@ -424,7 +426,7 @@ async def _described(env: EffectContext, order: LeafOrder) -> list[DescribedPart
 def _part_of(
     holders: Sequence[PartHolder], described: Mapping[WorkerId, Sequence[DescribedPart]]
 ) -> _Part | None:
-    """Return a part with those of its holders that have described it; None where none has."""
+    """Return a part with the holders that have described it; None if no holder has."""
     candidates = [
         (holder.at, part)
         for holder in holders
@@ -455,7 +457,7 @@ def _orders(
     writers: Sequence[WorkerSession],
     reported: ReportedLeaves,
 ) -> list[LeafOrder]:
-    """Share the leaves that are not reported yet out among members."""
+    """Divide the leaves that are not reported yet among members, with the pieces of each."""
     due = {n: leaf for n, leaf in divided.leaves.items() if n not in reported.digests}
     ids = [at.member.worker_id for at in writers]
     parts_of = [[n for n, part in enumerate(divided.parts) if who in part.sources] for who in ids]
@@ -477,7 +479,8 @@ def _orders(
 def _holder(
     env: EffectContext, part: _Part, writer: WorkerSession, writing: Collection[WorkerId]
 ) -> worker_pb2.PartHolder:
-    """Return a member that gives a writer a part: itself, else one that has not failed, if any."""
+    """Return the member that gives a writer a part: the writer itself, else one that has not
+    failed, if any."""
     here = part.sources.get(writer.member.worker_id)
     if here is not None:
         return worker_pb2.PartHolder(name=here[1])

@@ -1,8 +1,8 @@
-"""EvaluateState has members evaluate one stored state, each on the batches of its shards, or one
+"""EvaluateState has members evaluate one stored state: each on the batches of its shards, or one
 member on a client's own rows.
 
-Members do not meet, so the loss of one delays no other. The next membership gives its shards to
-the others, which answer at once for what they have evaluated already. None of the user's code runs
+Members do not communicate, so losing one delays no other. The next membership gives a lost member's
+shards to the others, which answer at once for batches that they have evaluated. No user code runs
 here.
 """
 
@@ -36,7 +36,7 @@ from stratagem.v1 import types_pb2, worker_pb2
 
 
 async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
-    """Evaluate and report Evaluated, or ClientEvaluated, or why the run fails."""
+    """Evaluate a state, and report Evaluated, ClientEvaluated, or the reason why the run fails."""
     job, party, segment = (
         env.runs.job_of(effect.run_id, effect.party),
         effect.party,
@@ -84,8 +84,8 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
 
 
 async def _predictions(env: EffectContext, effect: EvaluateState, members: list[Member]) -> Digest:
-    """Return the blob with the outputs of the members' batches, rows in order; "" for a split
-    without rows."""
+    """Store the members' predictions in row order, and return the blob's digest; "" if the split
+    has no rows."""
 
     async def pull(member: Member) -> StatePart:
         async with env.transfers.pulls:
@@ -136,7 +136,7 @@ async def _evaluate(
 async def _said(
     blobs: BlobStore, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
 ) -> ClientEvaluated:
-    """Store the states of a client's metrics, and return its results on its rows."""
+    """Store a client's metric states, and return the fact with the results on its rows."""
     own = result.own_metrics
     said = ClientEvaluated(
         party=effect.party,
@@ -156,7 +156,7 @@ async def _said(
 async def _fail_client(
     runs: LiveRuns, effect: EvaluateState, client: int, raised: types_pb2.UserError
 ) -> None:
-    """Report that a client cannot evaluate its rows, which leaves it out of this evaluation."""
+    """Report that a client cannot evaluate its rows; the evaluation goes on without the client."""
     error = record_of(raised)
     log_error(runs, effect.run_id, client, error)
     fact = ClientEvaluated(
@@ -170,7 +170,7 @@ async def _fail_client(
 
 
 class _Shown:
-    """The batches and rows per second of all members together, for those who watch."""
+    """Shows the evaluation progress: batches and rows per second of all members together."""
 
     def __init__(self, feed: Feed, effect: EvaluateState, job: JobSpec) -> None:
         self._feed, self._effect = feed, effect
@@ -179,7 +179,7 @@ class _Shown:
         self._latest: dict[int, worker_pb2.Progress] = {}
 
     def by(self, rank: int) -> OnProgress:
-        """Return the handler of one member's progress."""
+        """Return the progress handler for the member of a rank."""
 
         def show(progress: worker_pb2.Progress) -> None:
             self._latest[rank] = progress
@@ -203,7 +203,7 @@ class _Shown:
 
 
 def sums_of(parts: Iterable[worker_pb2.EvaluationPart]) -> dict[str, float]:
-    """Return the sums by name, as in schedule.py; a batch that came twice counts once."""
+    """Return the metric sums keyed by "<split>/<name>"; a batch reported twice counts once."""
     by_batch = {(part.split, part.batch): part for part in parts}
     return added(
         {f"{split}/{name}": value for name, value in {**part.sums, WEIGHT: part.weight}.items()}
@@ -214,7 +214,7 @@ def sums_of(parts: Iterable[worker_pb2.EvaluationPart]) -> dict[str, float]:
 def fold_parts(
     parts: Iterable[worker_pb2.EvaluationPart], metrics: Sequence[str]
 ) -> dict[str, float]:
-    """Return the weighted means by "<split>.<metric>"."""
+    """Return the weighted mean of each metric, keyed by "<split>.<metric>"."""
     return means(sums_of(parts), metrics)
 
 
@@ -235,10 +235,10 @@ async def own_metrics(
     splits: Sequence[str],
     results: Sequence[Result],
 ) -> Mapping[str, float] | None:
-    """Return the user's metrics by "<split>.<metric>"; empty if the job has none.
+    """Compute the user's own metrics, keyed by "<split>.<metric>"; empty if the job has none.
 
     kept_in: the party whose sessions have evaluated. results: in order of the effect's members.
-    None if they could not be computed, which has been reported.
+    Return None if the computation failed, which has then been reported.
     """
     said = [result.own_metrics for result in results if result.HasField("own_metrics")]
     measured = [each for each in said if each.are_measured]
@@ -276,7 +276,8 @@ async def own_metrics(
 
 
 class Seen(NamedTuple):
-    """The answer of on_evaluation: numbers by name of their series, and why the training ends."""
+    """The result of on_evaluation: numbers keyed by series, and the reason to end the training, if
+    any."""
 
     logged: Mapping[str, float]
     stop_reason: str
@@ -291,10 +292,10 @@ async def shown_evaluation(
     results: Sequence[Result],
     metrics: Mapping[str, float],
 ) -> Seen | None:
-    """Pass the metrics to the first member's on_evaluation, if it has one; return the answer.
+    """Call the user's on_evaluation hook on the first member, and return its result.
 
     shown_in: the party whose sessions have evaluated. at: segment and step of the evaluated state.
-    metrics: by "<split>.<metric>". None if the hook has failed, which has been reported.
+    metrics: keyed by "<split>.<metric>". None if the hook failed, which is reported then.
     """
     if not (splits and results and results[0].wants_evaluation):
         return Seen({}, "")
@@ -316,5 +317,5 @@ async def shown_evaluation(
 
 
 def lineage_of(effect: RunSegment | EvaluateState) -> int:
-    """Return the lineage of the evaluated state; stored states have none."""
+    """Return the lineage number of the evaluated state; 0 if the state is stored."""
     return effect.lineage if isinstance(effect, RunSegment) else 0

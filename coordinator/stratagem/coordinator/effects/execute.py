@@ -1,8 +1,8 @@
 """Execute a plan on a worker and stay attached until its result.
 
-After a broken stream the coordinator attaches again; when no process answers at the worker's
-address any more, the worker is lost. The messages between Accepted and the result (requests for
-blobs, progress, log lines) are passed on.
+After a broken stream the coordinator attaches again; if no process answers at the worker's address
+any more, the worker is lost. The messages between Accepted and the result (requests for blobs,
+progress, log lines) are passed on.
 """
 
 import asyncio
@@ -48,15 +48,15 @@ from stratagem.v1 import types_pb2, worker_pb2
 FIRST_PAUSE_S: Final = 0.05
 LAST_PAUSE_S: Final = 5.0
 MAX_BROKEN: Final = 5
-"""Streams of a plan that break one after the other, each within STEADY_S."""
+"""The number of consecutive streams of a plan that may break, each within STEADY_S."""
 MAX_PROFILES: Final = 4
-"""Recordings taken of one plan; our workers record its steps once, and its evaluation."""
+"""The number of profiles kept per plan; our workers record the steps once, and the evaluation."""
 
 OnProgress = Callable[[worker_pb2.Progress], None]
 OnHistory = Callable[[worker_pb2.HistoryPart], None]
 Failed = Callable[[types_pb2.UserError], Awaitable[None]]
 LONGEST_CLOSED_S: Final = 8 * 86400.0
-"""The windows of a site come round every week; an hour more when the clocks change."""
+"""The longest plausible closing of a site: windows repeat weekly, and clocks may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PlanListener:
 
     progress: OnProgress | None = None
     history: OnHistory | None = None
-    """Gets all parts of the step history, again after the stream broke."""
+    """Receives every part of the step history; all parts again after the stream broke."""
 
 
 _NOBODY: Final = PlanListener()
@@ -79,11 +79,11 @@ async def attend(
     *,
     base: Digest | None = None,
 ) -> worker_pb2.ExecuteResult:
-    """Return the result of the plan. Raises UnavailableError once the worker is lost, or if stream
-    after stream breaks at once, as on a worker whose disk is full.
+    """Execute a plan on a worker, reattaching after broken streams, and return its result.
 
-    A worker that refuses the plan's content would refuse it again, so that is a result, too.
-    base: a state that the plan is certain to need, brought before the worker asks.
+    A worker that rejects a plan would do so again, so a rejection is a result, too. base: a state
+    that the plan certainly needs, sent before the worker asks. Raises UnavailableError once the
+    worker is lost, or if stream after stream breaks at once (as on a full disk).
     """
     had_begun, run_id = False, RunId(request.session.run_id)
     plan = _Plan(request, is_secret=_is_secret(env.runs, request))
@@ -130,11 +130,10 @@ async def finish(
     base: Digest | None = None,
     failed: Failed | None = None,
 ) -> worker_pb2.ExecuteResult | None:
-    """Return a member's result if it is of the plan's kind; see `attend`.
+    """Execute a plan (see `attend`), and return its result if it is of the plan's kind.
 
-    Return None if the plan ended otherwise, which is reported at once, because the other members
-    wait for this one inside their exchange. failed: reports an error, which otherwise fails the
-    party.
+    Otherwise report the outcome at once, since the other members wait for this one in their
+    exchange, and return None. failed: reports an error; by default the party fails.
     """
     result = await attend(env, member, request, listener, base=base)
     match result.WhichOneof("outcome"):
@@ -151,22 +150,22 @@ async def finish(
 
 @dataclass
 class _Plan:
-    """The worker's plan, over all streams; its job is parsed when a request needs it."""
+    """A plan that a worker executes, over all streams; its job is parsed when needed."""
 
     request: worker_pb2.ExecuteRequest
     is_secret: bool = False
-    """True if nobody may read that the worker has the plan: no output is recorded then."""
+    """True if nobody may learn that the worker has the plan: its output is then not recorded."""
     num_profiles: int = 0
-    """Recordings taken so far."""
+    """The number of profiles received so far."""
 
     @cached_property
     def blobs(self) -> frozenset[str]:
-        """Return the digests of the blobs that the worker may have."""
+        """Return the digests of the blobs that the worker may ask for."""
         return blobs_named(self.request, self._job)
 
     @property
     def wants_profile(self) -> bool:
-        """Return True where the job asks for recordings, unless there are too many already."""
+        """Return True if the job asks for profiles and fewer than MAX_PROFILES were taken."""
         if self.is_secret or self.num_profiles >= MAX_PROFILES:
             return False
         return bool((self._job.get("execution") or {}).get("profiling"))
@@ -179,7 +178,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Attended:
-    """One stream of one plan."""
+    """One stream of a plan: the messages that one Execute call receives from the worker."""
 
     env: EffectContext
     member: Member
@@ -189,8 +188,8 @@ class _Attended:
     is_accepted: bool = False
     is_stalled: bool = False
     under_way: dict[Digest, bool] = field(default_factory=dict)
-    """Blobs that the worker has asked for and that are on their way; another request for one of
-    them waits, too. True: send the blob once more, as the worker may have dropped it."""
+    """Blobs that are being sent to the worker; a repeated request for one of them waits, too. True:
+    send the blob once more afterwards, as the worker may have dropped it."""
 
     @property
     def request(self) -> worker_pb2.ExecuteRequest:
@@ -238,10 +237,10 @@ class _Attended:
             await self.env.transfers.bring(self.member, self.run_id, base)
 
     def _begins_push(self, digest: Digest, was_here: bool) -> bool:
-        """Return True if a request for a blob begins a transfer, of which there is one at a time.
+        """Return True if a request for a blob must start a transfer; False if one is under way.
 
-        An earlier transfer of the blob may have ended at the worker already and been dropped there
-        before this request: messages of different streams come in any order.
+        The worker may have received an earlier transfer and dropped the blob before this request:
+        messages of different streams arrive in any order.
         """
         if digest in self.under_way:
             self.under_way[digest] |= was_here
@@ -281,7 +280,7 @@ class _Attended:
                 self.env.runs.logs.add(self.run_id, row)
 
     def _see_stall(self, stall: worker_pb2.Stall) -> None:
-        """Show in the run's status that its worker is stalled, or no longer is."""
+        """Update the run's status: its worker is stalled, or no longer is."""
         runs, run_id = self.env.runs, self.run_id
         self.is_stalled = runs.stalled.note(run_id, id(self), self.member.worker_id, stall)
         is_secret = runs.draws_in_secret(run_id)
@@ -294,8 +293,8 @@ def _is_secret(runs: LiveRuns, request: worker_pb2.ExecuteRequest) -> bool:
 
 
 def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
-    """Return the digests that a worker may have for a plan: its base state, its client's state, and
-    those that its job names."""
+    """Return the digests that a worker may ask for under a plan: the base state, the client's
+    state, and the blobs that the job names."""
     plan = getattr(request, request.WhichOneof("plan") or "build")
     named = {
         request.measure.outputs,
@@ -329,7 +328,7 @@ def _refused(
 async def fail_party(
     runs: LiveRuns, run_id: RunId, party: Party, error: types_pb2.UserError
 ) -> None:
-    """Report that a party has failed for good: the user's code raised, or the job is wrong."""
+    """Report that a party has failed for good: the user's code raised, or the job is invalid."""
     record = record_of(error)
     said = f"{record.type}: {record.message}" if record.traceback else record.message
     reason = f"{said} (worker {record.worker_id}, {record.activity})"
@@ -337,7 +336,7 @@ async def fail_party(
 
 
 def record_of(error: types_pb2.UserError) -> ErrorRecord:
-    """Return the error that a worker reports, as a value."""
+    """Convert a worker's error message to an ErrorRecord; an implausible opening time becomes 0."""
     record = ErrorRecord.model_validate(error, from_attributes=True)
     is_likely = 0 < record.opens_in_s <= LONGEST_CLOSED_S  # nothing else checks this number
     return record if is_likely else record.model_copy(update={"opens_in_s": 0.0})
@@ -354,26 +353,26 @@ def record_of(error: types_pb2.UserError) -> ErrorRecord:
 
 MAX_WORD_CHARS: Final = 256
 MAX_NAMES: Final = 256
-"""Names of metrics, splits and the like in one message, of all its parts together."""
+"""The number of names (of metrics, splits and the like) in all parts of one message together."""
 
 _SPEAKER: Final = "worker_id"
 _TRACEBACK: Final = "stratagem.v1.UserError.traceback"
-"""A long traceback keeps its end, which names the exception."""
+"""The traceback field. A long traceback is cut at its start, since its end names the exception."""
 _LONG: Final = {
     "stratagem.v1.LogLine.text": 8192,
     "stratagem.v1.BuildResult.rows": 8192,
     "stratagem.v1.UserError.message": 10_000,
     _TRACEBACK: 100_000,
 }
-"""Texts that may be longer than a word, and have lines."""
+"""The maximum length of text fields that may be longer than a word and have several lines."""
 
 log = structlog.get_logger()
 
 
 def let_in(message: Message, worker_id: str = "") -> None:
-    """Sanitize a message of a worker in place.
+    """Sanitize a worker's message in place: bound its texts and names, drop control characters.
 
-    worker_id: the sender, whose name replaces any other in the message.
+    worker_id: the sender, which replaces any other worker id in the message.
     """
     admission = _Admission(worker_id)
     admission.of(message)
@@ -434,7 +433,7 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The limits that apply to the text in a field."""
+    """The limits on the text of one message field."""
 
     name: str
     limit: int
@@ -448,7 +447,7 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True)
 class _ReportingPlan:
-    """The fields of a kind of message that hold text, or messages that may."""
+    """The fields of a message type that hold text, or submessages with text."""
 
     texts: tuple[_Rule, ...]
     words: tuple[_Rule, ...]
@@ -480,7 +479,7 @@ def _rule_of(descriptor: FieldDescriptor) -> _Rule:
 
 
 def _entry_of(descriptor: FieldDescriptor) -> Descriptor | None:
-    """Return the type of a map's entries; None for a field that is no map."""
+    """Return the entry type of a map field; None if the field is no map."""
     kind = descriptor.message_type
     return kind if kind is not None and kind.GetOptions().map_entry else None
 
@@ -496,13 +495,12 @@ def _is_by_name(descriptor: FieldDescriptor) -> bool:
 
 
 def leaves_in(blobs: BlobStore) -> LeafBlobs | None:
-    """Return the store if states become leaves in it; None if they are files."""
+    """Return the store as LeafBlobs if states are stored as leaves; None if they are files."""
     return blobs if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else None
 
 
 def kept_states(runs: LiveRuns, run_id: RunId) -> list[Digest]:
-    """Return the blobs of a run that are retained now, from which a new state may take leaves, the
-    newest commit first."""
+    """Return a run's retained states, newest commit first; a new state may reuse their leaves."""
     run = runs.state.runs.get(run_id)
     if run is None:
         return []
@@ -512,8 +510,8 @@ def kept_states(runs: LiveRuns, run_id: RunId) -> list[Digest]:
 
 
 def may_write_leaves(runs: LiveRuns, leaves: LeafBlobs, member: Member) -> bool:
-    """Return True if a worker may be asked for leaves: it sees the folder of states, on a trusted
-    network; or, for an object store, it takes signed requests."""
+    """Return True if a worker can write leaves: it sees the folder of states on a trusted network,
+    or accepts signed requests to an object store."""
     record = runs.state.workers.get(member.worker_id)
     if record is None:
         return False
@@ -523,8 +521,7 @@ def may_write_leaves(runs: LiveRuns, leaves: LeafBlobs, member: Member) -> bool:
 
 
 async def reads_by_itself(runs: LiveRuns, blobs: BlobStore, member: Member, digest: Digest) -> bool:
-    """Return True if a state is in leaves that a worker can read; a worker that cannot asks for
-    the state."""
+    """Return True if a worker can read this state's leaves; otherwise it asks for the state."""
     if not isinstance(blobs, LeafBlobs) or blobs.signs is not None:
         return False
     if not may_write_leaves(runs, blobs, member):
@@ -535,7 +532,7 @@ async def reads_by_itself(runs: LiveRuns, blobs: BlobStore, member: Member, dige
 def state_writer(
     runs: LiveRuns, blobs: BlobStore, run_id: RunId, manifest: Manifest
 ) -> StateWriter:
-    """Return a writer for the data of a state of a run."""
+    """Return a writer for the data of a new state of a run."""
     leaves = leaves_in(blobs)
     if leaves is None:
         return file_writer(blobs, manifest)

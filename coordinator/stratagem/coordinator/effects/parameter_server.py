@@ -46,13 +46,13 @@ from stratagem.v1 import worker_pb2
 # ---- Steps ----
 
 RETRY_S = 0.02
-"""The members may not have taken their new view yet, or are just re-forming."""
+"""The pause before a retry: members may be re-forming, or not know their new view yet."""
 
 log = structlog.get_logger()
 
 
 async def serve_steps(env: EffectContext, effect: RunSegment, members: Sequence[Member]) -> None:
-    """Sum step after step of these members until the segment's last."""
+    """Sum the gradients of these members, step after step, until the segment's last step."""
     step = -1
     while step < effect.to_step:
         links = [env.workers.link(member) for member in members]
@@ -65,7 +65,7 @@ async def serve_steps(env: EffectContext, effect: RunSegment, members: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One partial sum in a member's stream."""
+    """One partial sum of gradients in a member's stream: one bucket, summed over some shards."""
 
     bucket: str
     node: Node
@@ -74,7 +74,7 @@ class _Part:
 
 
 class _Inflow:
-    """The gradient stream of one member: its header, then exact numbers of bytes."""
+    """The gradient stream of one member: a header, then exact numbers of bytes."""
 
     def __init__(self, messages: AsyncIterator[worker_pb2.GetGradientsResponse]) -> None:
         self._messages = messages
@@ -83,10 +83,10 @@ class _Inflow:
         self.step = 0
         self.parts: list[_Part] = []
         self.coded: tuple[TensorLayout, ...] = ()
-        """Layout of the tensors that the parts encode; empty where the parts are sums."""
+        """The layout of the tensors that coded parts encode; empty if the parts are plain sums."""
 
     async def open(self, limits: Limits, codec: str) -> None:
-        """Read the header."""
+        """Read and check the header of the stream."""
         first = await anext(self._messages, None)
         if first is None:
             raise IntegrityError("a gradient stream ended before its header")
@@ -121,7 +121,7 @@ def _part(name: str, dtype: str, size_bytes: int) -> _Part:
 
 
 class _Step:
-    """One step: streams in, sums out, one commit."""
+    """One step of the parameter server: read the members' gradients, send their sums, commit."""
 
     def __init__(
         self, runs: LiveRuns, effect: RunSegment, links: Sequence[WorkerLink], limits: Limits
@@ -133,7 +133,8 @@ class _Step:
         self._codec = codec_of(runs.job_of(effect.run_id, effect.party))
 
     async def serve(self) -> int:
-        """Serve the next step; return its number, or to_step when the members have come apart."""
+        """Serve the next step and return its number. If the members are at different steps, report
+        that and return to_step."""
         session_ref = session(self._effect.run_id, self._effect.party)
         gets = [
             link.stub.GetGradients(
@@ -185,7 +186,7 @@ class _Step:
 
 
 class _Outflow:
-    """The outgoing streams of one step: the same bytes to every member, then the commit."""
+    """The outgoing streams of one step: each member receives the same bytes, then the commit."""
 
     def __init__(
         self, effect: RunSegment, links: Sequence[WorkerLink], step: int, manifest: Manifest
@@ -221,7 +222,7 @@ class _Outflow:
         await asyncio.gather(*self._calls)
 
     def cancel(self) -> None:
-        """End the streams; members drop sums that are not committed."""
+        """Cancel the streams; members discard sums that are not committed."""
         for call in self._calls:
             call.cancel()
 
@@ -230,8 +231,7 @@ class _Outflow:
 
 
 def _buckets(inflows: Sequence[_Inflow]) -> list[tuple[str, str, int]]:
-    """Return (name, dtype, bytes) of every bucket in order; the same for all members that
-    hold any."""
+    """Return (name, dtype, bytes) of each bucket in order; members with buckets must agree."""
     layouts = [
         list(dict.fromkeys((part.bucket, part.dtype, part.size_bytes) for part in inflow.parts))
         for inflow in inflows
@@ -251,8 +251,7 @@ def _sums(buckets: Sequence[tuple[str, str, int]]) -> Manifest:
 
 
 async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[TensorLayout, ...]]:
-    """Return the messages of all live shards in order, and the layout of the tensors that they
-    encode."""
+    """Return the coded messages of all live shards in order, and the encoded tensors' layout."""
     layouts = {inflow.coded for inflow in inflows if inflow.parts}
     sizes = {part.size_bytes for inflow in inflows for part in inflow.parts}
     shards = [part.node for inflow in inflows for part in inflow.parts]
@@ -269,7 +268,7 @@ async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[Tens
 async def _summed(
     inflows: Sequence[_Inflow], buckets: Sequence[tuple[str, str, int]]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the sums, bucket by bucket and window by window."""
+    """Yield the sums of all buckets, window by window."""
     for bucket, dtype, size_bytes in buckets:
         async for window in _summed_bucket(inflows, bucket, dtype, size_bytes):
             yield window
@@ -278,7 +277,7 @@ async def _summed(
 async def _summed_bucket(
     inflows: Sequence[_Inflow], bucket: str, dtype: str, size_bytes: int
 ) -> AsyncGenerator[bytes, None]:
-    """Add one bucket window by window, in tree order."""
+    """Yield the sum of one bucket, window by window, added in tree order."""
     nodes = [[p.node for p in inflow.parts if p.bucket == bucket] for inflow in inflows]
     held = [
         [await inflow.read(size_bytes) for _ in own[:-1]]
@@ -315,9 +314,9 @@ FloatArray = NDArray[np.floating[Any]]
 def fold_chunks(members: Iterable[Mapping[Node, FloatArray]], num_live: int) -> FloatArray:
     """Return the sum over shards [0, num_live) of one range of one bucket.
 
-    members: for each member its partial sums of that range, by node of the tree. All arrays have
-    one length and dtype (float32 or float64). None is modified; the result is a new array.
-    Raises ValueError when a shard is missing or held twice.
+    members: each member's partial sums of that range, keyed by tree node. All arrays have one
+    length and dtype (float32 or float64). None is modified; the result is a new array. Raises
+    ValueError if a shard is missing or held twice.
     """
     partials: dict[Node, FloatArray] = {}
     for held in members:

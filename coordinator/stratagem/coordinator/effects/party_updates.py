@@ -1,4 +1,4 @@
-"""The coordinator makes the updates of clients that are silos or regions, and merges the metrics
+"""Make the updates of clients that are parties themselves (silos or regions), and merge the metrics
 of clients.
 
 CollectUpdate handles silos, SumRegion handles regions, and MergeMetrics handles the metrics that
@@ -45,7 +45,7 @@ from stratagem.v1 import worker_pb2 as pb
 
 
 async def collect_update(runs: LiveRuns, transfers: Transfers, effect: CollectUpdate) -> None:
-    """Copy, check, and report UpdateReceived or UpdateRejected."""
+    """Copy a silo's state into the spool as its update; report UpdateReceived or UpdateRejected."""
     if wrong := defect(effect.loss, effect.num_steps, dict(effect.metrics)):
         await reject(runs, effect, *wrong)
         return
@@ -56,7 +56,7 @@ async def collect_update(runs: LiveRuns, transfers: Transfers, effect: CollectUp
 
 
 def _collect(transfers: Transfers, effect: CollectUpdate, key: SpoolKey) -> SpoolEntry:
-    """Copy the update into the spool."""
+    """Copy a silo's committed state into the spool as its update."""
     with ExitStack() as files:
         expected, base = open_state(files, transfers.blobs, effect.base.digest)
         manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
@@ -78,7 +78,7 @@ def _collect(transfers: Transfers, effect: CollectUpdate, key: SpoolKey) -> Spoo
 
 
 def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSpec]]:
-    """Return each wanted stored tensor with the place of its data in the given file."""
+    """Pair each wanted tensor that owns data with the matching tensor of the given file."""
     by_name = {spec.name: spec for spec in given.tensors}
     pairs = []
     for spec in wanted.stored():
@@ -102,8 +102,8 @@ async def spooled(
     effect: CollectUpdate | SumRegion,
     make: Callable[[SpoolKey], SpoolEntry],
 ) -> SpoolEntry | None:
-    """Return the update that `make` writes into the spool, in a thread, or the complete one that a
-    crash has left there; None if it may not be accepted, which has been reported."""
+    """Return the update that `make` writes into the spool in a thread, or a complete one left by a
+    crash. Return None if the update is rejected, which has then been reported."""
     key = runs.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
 
     def found_or_made() -> SpoolEntry:
@@ -123,7 +123,7 @@ async def report_spooled(
     entry: SpoolEntry,
     traffic: Mapping[str, int],
 ) -> None:
-    """Report UpdateReceived of an update that is complete in the spool."""
+    """Report UpdateReceived for an update that is complete in the spool."""
     received = UpdateReceived(
         party=effect.party,
         round_num=effect.round_num,
@@ -140,8 +140,7 @@ async def report_spooled(
 
 
 def accepted_entry(spool: Spool, key: SpoolKey, digest: Digest) -> SpoolEntry:
-    """Return an update that the journal has accepted. Raises IntegrityError if the spool does not
-    have it."""
+    """Return an update that the journal has accepted. Raises IntegrityError if it is missing."""
     entry = spool.entry(key, digest)
     if entry is None or entry.digest != digest:
         where = f"{key.party}, " if key.party else ""
@@ -156,7 +155,7 @@ def accepted_entry(spool: Spool, key: SpoolKey, digest: Digest) -> SpoolEntry:
 
 
 async def sum_region(runs: LiveRuns, transfers: Transfers, effect: SumRegion) -> None:
-    """Add up in a thread, and report UpdateReceived; UpdateRejected where the sums are not
+    """Sum a region's updates in a thread; report UpdateReceived, or UpdateRejected if a sum is not
     finite."""
     cancelled = threading.Event()
     try:
@@ -176,7 +175,7 @@ def _summed(
     cancelled: threading.Event,
     key: SpoolKey,
 ) -> SpoolEntry:
-    """Write the sums into the spool."""
+    """Write the sum of a region's updates into the spool, as the region's own update."""
     entries = [_entry(runs, transfers.spool, effect, accepted) for accepted in effect.accepted]
     with ExitStack() as files:
         model, base = open_state(files, transfers.blobs, effect.base.digest)
@@ -202,7 +201,7 @@ def _summed(
 
 
 def _entry(runs: LiveRuns, spool: Spool, effect: SumRegion, accepted: Accepted) -> SpoolEntry:
-    """Return the update of a client of the region."""
+    """Return the spooled update of one client of the region."""
     key = runs.spool_key(effect.run_id, effect.inside, effect.round_inside, accepted.client)
     return accepted_entry(spool, key, accepted.digest)
 
@@ -216,7 +215,7 @@ def _entry(runs: LiveRuns, spool: Spool, effect: SumRegion, accepted: Accepted) 
 # sums.
 
 States: TypeAlias = Mapping[tuple[str, str], np.ndarray]
-"""Numbers of a client, int64 or float64, by metric and name of the state."""
+"""A client's metric states, int64 or float64 arrays, keyed by metric and name of the state."""
 
 
 class UnlikeStatesError(Exception):
@@ -224,17 +223,17 @@ class UnlikeStatesError(Exception):
 
 
 class SumsSoFar:
-    """The sums over the clients added so far."""
+    """The running sums of the metric states of the clients added so far."""
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str], np.ndarray] = {}
         self._first: int | None = None
 
     def add(self, client: int, own: States) -> None:
-        """Add the states of a client.
+        """Add the metric states of a client.
 
-        Raises UnlikeStatesError, with the client and the state that does not fit; the totals are
-        then of no use.
+        Raises UnlikeStatesError, naming the client and the state that does not fit; the sums are
+        unusable then.
         """
         if self._first is None:
             self._first = client
@@ -271,7 +270,7 @@ def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray)
 # has evaluated, once they are valid states.
 
 MAX_NUMBERS: Final = 65_536
-"""The most numbers in the states of one client, as workers send them."""
+"""The number of values in the metric states that a worker may send for one client."""
 MAX_DIMENSIONS: Final = 16
 PARTY: Final = "measure"
 _MAX_REASON_CHARS: Final = 300
@@ -279,7 +278,7 @@ _MAX_KIND_CHARS: Final = 80
 
 
 async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
-    """Report MetricsMerged, with the metrics or the reason why there are none."""
+    """Merge the clients' metrics; report MetricsMerged with the result or the reason for none."""
     sums, unlike = await asyncio.to_thread(_sums, env.transfers.blobs, effect)
     if not sums:
         reason = "; ".join(unlike.values())
@@ -308,9 +307,9 @@ async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
 
 
 async def store_states(blobs: BlobStore, sums: Sequence[pb.MetricState]) -> Digest:
-    """Store the states of a client, and return the name of the blob; "" if there are none.
+    """Store a client's metric states; return the blob's digest, or "" if there are no states.
 
-    Raises InvalidInputError for states that cannot be added up.
+    Raises InvalidInputError if the states cannot be summed.
     """
     if not sums:
         return NO_DIGEST
@@ -320,7 +319,7 @@ async def store_states(blobs: BlobStore, sums: Sequence[pb.MetricState]) -> Dige
 
 
 def summed(sums: Sequence[pb.MetricState]) -> tuple[str, ...]:
-    """Return the metrics that these states belong to."""
+    """Return the names of the metrics that these states belong to."""
     return tuple(sorted({state.metric for state in sums}))
 
 
@@ -346,7 +345,7 @@ async def _report(
 
 
 def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
-    """Return the values of the requested metrics alone: a worker may send any others."""
+    """Return the values of the requested metrics only: a worker may send others, too."""
     return {
         name: value
         for name, value in sorted(found.metrics.items())
@@ -355,8 +354,8 @@ def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
 
 
 def _sums(blobs: BlobStore, effect: MergeMetrics) -> tuple[list[pb.MetricState], dict[str, str]]:
-    """Return the sums over clients, added in order, and by metric why its states cannot be added;
-    for a thread."""
+    """Sum the metric states over all clients, in order. Return the sums, and per metric that cannot
+    be summed the reason; for a thread."""
     metrics = sorted(effect.metrics)
     sums = {metric: SumsSoFar() for metric in metrics}
     unlike: dict[str, str] = {}
@@ -377,7 +376,7 @@ def _sums(blobs: BlobStore, effect: MergeMetrics) -> tuple[list[pb.MetricState],
 
 
 def _by_metric(blobs: BlobStore, digest: Digest) -> dict[str, dict[tuple[str, str], np.ndarray]]:
-    """Return the states of a client, by metric; its blob is read once for all of them."""
+    """Return a client's metric states, grouped by metric; its blob is read once for all."""
     with blobs.open(digest) as file:
         said = _decoded(pb.OwnMetrics.FromString(file.read()).sums)
     found: dict[str, dict[tuple[str, str], np.ndarray]] = {}

@@ -52,13 +52,13 @@ from stratagem.coordinator.updates.upload import SpoolEntry
 # run of the same id, nor the same round after the run has gone back to an earlier commit.
 
 FROZEN_KEY: Final = "frozen"
-"""Metadata of a state: the names of its frozen parameters, as JSON, in a private run."""
+"""Metadata key of a private run's state: the names of its frozen parameters, as JSON."""
 
 
 def drawn_clients(
     secret: bytes, round_name: str, candidates: Sequence[int], rate: float
 ) -> tuple[int, ...]:
-    """Return the clients of a round, each drawn by itself with this probability."""
+    """Return the clients drawn for a round: each independently with this probability."""
     key = derived_key(secret, ["draw", round_name])
     return tuple(c for c in candidates if rate == 1.0 or uniform(key, c, 1)[0] < rate)
 
@@ -66,14 +66,14 @@ def drawn_clients(
 def noised_share(
     secret: bytes, round_name: str, num_within: int, answer_noise: float, num_expected: float
 ) -> float:
-    """Return the noised share of the clients that were within the clipping norm."""
+    """Return the share of clients whose change was within the clipping norm, with noise added."""
     key = derived_key(secret, ["answers", round_name])
     noise = answer_noise * float(standard_normal(key, 0, 1)[0])
     return float(rounded_to_grid(np.array([num_within + noise]), answer_noise)[0]) / num_expected
 
 
 class TensorNoise:
-    """The noise of a round on the elements of a model, found by their place in its data.
+    """The noise of a private round per element of a model, addressed by offset in its data.
 
     Frozen parameters have no noise: no client changes them, whatever its rows are.
     """
@@ -85,8 +85,8 @@ class TensorNoise:
         self._ends = np.array([spec.offset + spec.size_bytes for spec in self._specs])
 
     def read(self, dtype: str, offset: int, num: int) -> Floats:
-        """Return standard normal noise for elements of neighbouring tensors of one type, from a
-        byte of the data on; NaN for those of frozen parameters."""
+        """Return standard normal noise for num elements from a byte offset on; NaN for frozen
+        parameters."""
         item_bytes = dtype_named(dtype).item_bytes
         noise = np.empty(num)
         index, done = int(np.searchsorted(self._ends, offset, side="right")), 0
@@ -115,7 +115,7 @@ _WINDOW_ELEMENTS: Final = 1 << 18
 
 
 class PrivateMean:
-    """The combination of a fold that turns sums of changes into the next state."""
+    """A fold rule for private rounds: adds the noised mean change to the base state."""
 
     def __init__(self, noise: TensorNoise, of_round: RoundAccounted, base: StateReader) -> None:
         self._noise, self._base = noise, base
@@ -125,7 +125,7 @@ class PrivateMean:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the next state from that byte on, and `raw` with the base."""
+        """Fill `out` with the next state from that byte offset on; `raw` is scratch."""
         out[:] = 0.0
         change = np.empty(out.size)
         for source in sources:
@@ -142,7 +142,7 @@ class PrivateMean:
         out += change
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of the base; updates need not agree on them."""
+        """Fill `out` with the integers or bools of the base; updates need not agree on them."""
         for source in sources:
             source.read(offset, out)
         out[:] = self._base.read_raw(dtype, offset, out.size)
@@ -153,7 +153,8 @@ class PrivateMean:
 
 
 async def account_round(runs: LiveRuns, effect: AccountRound) -> None:
-    """Report RoundAccounted, or the end of a run that cannot be accounted."""
+    """Account the privacy of the next round; report RoundAccounted, or the end of a run that cannot
+    be accounted."""
     try:
         fact: RoundAccounted | RunFailed = await asyncio.to_thread(_accounted, runs, effect)
     except (SecretLostError, InvalidInputError) as error:
@@ -168,33 +169,33 @@ async def account_round(runs: LiveRuns, effect: AccountRound) -> None:
 
 
 async def _ahead(effect: AccountRound, fact: RoundAccounted) -> None:
-    """Compute the cost after the next round while this one trains: the accountant remembers it, and
-    nothing is decided here."""
+    """Precompute the privacy cost of the following round while this one trains, for the
+    accountant's cache."""
     costs = (effect.num_spent + 2, fact.noise_multiplier, fact.sampling_rate, fact.delta)
     await asyncio.to_thread(accountant.epsilon_after, *costs)
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateRound:
-    """The noise of the fold of one round: its source and its amount."""
+    """The noise for the fold of one private round: the secret it derives from, and the scales."""
 
     secret: bytes
     name: str
-    """The name of the round's folder in the spool, which no other round has."""
+    """The unique name of the round, which is that of its folder in the spool."""
     accounted: RoundAccounted
 
     @classmethod
     def of(cls, runs: LiveRuns, effect: AggregateRound, accounted: RoundAccounted) -> Self:
-        """Return the noise of a fold. Raises SecretLostError."""
+        """Return the noise for the fold of the effect's round. Raises SecretLostError."""
         secret, name = _secret(runs, effect, accounted.fingerprint)
         return cls(secret, name, accounted)
 
     def mean(self, manifest: Manifest, base: StateReader) -> PrivateMean:
-        """Return the combination that adds the mean change to this base."""
+        """Return the fold rule that adds the noised mean change to this base state."""
         return PrivateMean(TensorNoise(self.secret, self.name, manifest), self.accounted, base)
 
     def next_norm(self, job: JobSpec, entries: Sequence[SpoolEntry]) -> float:
-        """Return the clipping norm of the next round, from the clients' answers about this one."""
+        """Return the next clipping norm, adapted to the share of clients below the present norm."""
         norm, noise = self.accounted.clip_norm, self.accounted.answer_noise
         adaptive = job.privacy and job.privacy.clip.adaptive
         if not adaptive:
@@ -205,15 +206,15 @@ class PrivateRound:
 
 
 def _is_within(entry: SpoolEntry) -> bool:
-    """Return True if a client says with its update that its change was not clipped."""
+    """Return True if the client's update says that its change was not clipped."""
     with entry.path.open("rb") as file:
         manifest, _ = parse_header(file, Digest(entry.path.name))
     return manifest.metadata.get(WITHIN_NORM) == "1"
 
 
 def _accounted(runs: LiveRuns, effect: AccountRound) -> RoundAccounted:
-    """Return the account of the next round; for a thread. Raises SecretLostError, and
-    InvalidInputError for a job whose target or adaptive clipping is out of reach."""
+    """Return the privacy account of the next round; for a thread. Raises SecretLostError, and
+    InvalidInputError if the job's target or adaptive clipping is out of reach."""
     job = runs.job_of(effect.run_id, effect.party)
     spec, strategy = job.privacy, spec_of(job)
     assert spec is not None
@@ -245,7 +246,8 @@ def _calibrated(spec: PrivacySpec, rate: float, num_rounds: int) -> float:
 
 
 def _shares(spec: PrivacySpec, noise: float, num_expected: float) -> tuple[float, float]:
-    """Return the noise on the changes, over the clipping norm, and that on the answers."""
+    """Return the noise multipliers for the changes, relative to the clipping norm, and for the
+    clients' answers about clipping."""
     if spec.clip.adaptive is None:
         return noise, 0.0
     of_sum = adaptive_clipping.sum_noise_multiplier(noise, num_expected)
@@ -257,7 +259,7 @@ def _shares(spec: PrivacySpec, noise: float, num_expected: float) -> tuple[float
 def _secret(
     runs: LiveRuns, effect: AccountRound | AggregateRound, fingerprint: str
 ) -> tuple[bytes, str]:
-    """Return the secret and the name of a round, from which its draws and its noise are derived.
+    """Return the secret and the name of a round, from which the draws and the noise are derived.
     Raises SecretLostError."""
     job = runs.job_of(effect.run_id, effect.party)
     if job.privacy is not None and job.privacy.noise == "seeded":

@@ -1,8 +1,8 @@
 """Run the coordinator's side of secure aggregation: key exchange, unmasking, and the mean of a
 round whose updates are masked.
 
-The coordinator can read no share: each is sealed for one client. It passes on the keys that
-clients have signed, and signs none.
+The coordinator cannot read shares of secrets: each is sealed for one client. The clients sign their
+keys; the coordinator passes keys on and signs none.
 """
 
 import asyncio
@@ -73,21 +73,21 @@ _CAUSES: Final = {
 }
 
 Step = Callable[[int], pb.SecureRoundRequest]
-"""The request for a client; run, round and client are filled in."""
+"""Makes a step's request for a client; run, round and client are filled in later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The outcome of a step, by client."""
+    """The answers of clients to one step of secure aggregation: given, refused, or away."""
 
     given: dict[int, pb.SecureRoundResponse] = field(default_factory=dict)
     refused: dict[int, LeftOut] = field(default_factory=dict)
     away: dict[int, str] = field(default_factory=dict)
-    """The reason why a client has not answered yet."""
+    """The reason why a client has not answered yet, keyed by client."""
 
     def left_out(self, may_leave_out: bool, num_needed: int) -> tuple[LeftOut, ...]:
-        """Return the clients that the round goes on without. Raises UnavailableError if some are
-        away and none may be left out, or too few would remain."""
+        """Return the clients that the round goes on without. Raises UnavailableError if clients are
+        away that may not be left out, or too few would remain."""
         if self.away and not (may_leave_out and len(self.given) >= num_needed):
             client, reason = min(self.away.items())
             more = f" and {len(self.away) - 1} more" if len(self.away) > 1 else ""
@@ -108,8 +108,8 @@ async def ask(
     step: Step,
     check: Callable[[int, pb.SecureRoundResponse], None],
 ) -> Answers:
-    """Return the answers of these clients. check: raises InvalidInputError for an answer that does
-    not fit the step; its client is left out."""
+    """Send a step's request to all of these clients, and return their answers. check: raises
+    InvalidInputError if an answer does not fit the step; its client is then left out."""
     answers, worker_ids = Answers(), dict(party.workers)
     room = asyncio.Semaphore(MAX_AT_ONCE)
 
@@ -143,7 +143,7 @@ async def ask(
 async def _asked(
     workers: WorkerCalls, worker_id: WorkerId, request: pb.SecureRoundRequest
 ) -> pb.SecureRoundResponse:
-    """Return the worker's answer. Raises UnavailableError while it is away."""
+    """Return a worker's answer to one request. Raises UnavailableError while the worker is away."""
     worker = workers.runs.state.workers.get(worker_id)
     if worker is None or not worker.is_usable:
         raise UnavailableError(f"worker {worker_id} is not here")
@@ -172,7 +172,7 @@ def by_client(shares: Sequence[pb.SealedShare]) -> Mapping[int, bytes]:
 
 
 async def post_keys(env: EffectContext, effect: PostKeys) -> None:
-    """Have all clients post keys, and report KeysPosted with those that have."""
+    """Have all clients post their public keys; report KeysPosted with the clients that did."""
     clients = [client for client, _ in effect.clients.workers]
     step = pb.PostKeys(
         job_json=env.workers.job_json(effect.run_id, effect.party),
@@ -208,7 +208,7 @@ async def post_keys(env: EffectContext, effect: PostKeys) -> None:
 
 
 async def route_shares(env: EffectContext, effect: RouteShares) -> None:
-    """Have all clients that have posted keys share their secrets, and report SharesRouted."""
+    """Have the clients that posted keys share their secrets; report SharesRouted."""
     party, blobs = effect.clients, env.transfers.blobs
     spec = secure_spec(env.runs.job_of(effect.run_id, effect.party))
     seed = bytes.fromhex(party.ring_seed)
@@ -245,21 +245,21 @@ async def route_shares(env: EffectContext, effect: RouteShares) -> None:
 
 
 def secure_spec(job: JobSpec) -> SecureAggregation:
-    """Return the section of a job whose updates are masked."""
+    """Return the secure aggregation settings of a job; the job must have them."""
     spec = spec_of(job).options.secure_aggregation
     assert spec is not None, "its updates are masked"
     return spec
 
 
 def directory_of(blobs: BlobStore, digest: Digest) -> Mapping[int, pb.PostedKeys]:
-    """Return the posted keys by client; for a thread."""
+    """Return the posted public keys, keyed by client; for a thread."""
     with blobs.open(digest) as file:
         directory = pb.KeyDirectory.FromString(file.read())
     return {keys.client: keys for keys in directory.keys}
 
 
 def shares_for_each(blobs: BlobStore, digest: Digest) -> dict[int, dict[int, bytes]]:
-    """Return the sealed shares by the client that they are for, then by sender; for a thread."""
+    """Return the sealed shares, keyed by recipient and then by sender; for a thread."""
     with blobs.open(digest) as file:
         routed = pb.RoutedShares.FromString(file.read())
     received: dict[int, dict[int, bytes]] = {}
@@ -282,19 +282,19 @@ def _routed(answers: Answers) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OpenedMasks:
-    """The masks that remain in the sum of a round's updates."""
+    """The masks that remain in the sum of a round's updates, and must be removed from it."""
 
     num_members: int
     keys: tuple[tuple[bytes, bool], ...] = field(repr=False)
-    """The key of each mask, and whether the client had subtracted it."""
+    """The key of each mask, and True if the client had subtracted the mask."""
 
     def rule(self, job: JobSpec) -> Quantisation:
-        """Return the rule that turns changes into whole numbers in the round."""
+        """Return the rule that quantizes changes to integers in the round."""
         return secure_spec(job).quantisation(self.num_members)
 
 
 def masked_manifest(job: JobSpec, model: Manifest, num_members: int) -> Manifest:
-    """Return the manifest that every masked update of a round has."""
+    """Return the manifest that every masked update of the round must have."""
     return MaskedLayout(model).manifest(secure_spec(job).quantisation(num_members))
 
 
@@ -313,8 +313,8 @@ Around = Mapping[int, Sequence[int]]
 async def opened_masks(
     env: EffectContext, effect: AggregateRound
 ) -> OpenedMasks | RoundRestarted | RunFailed:
-    """Return the masks that remain in the sum, or the fact that follows if they cannot be opened.
-    Raises UnavailableError while too few clients are here, and others may come back."""
+    """Unmask a round: return the masks that remain in the sum, or the fact to report if that failed
+    for good. Raises UnavailableError while too few clients are here, and others may come back."""
     party, blobs = effect.secure, env.transfers.blobs
     spec = secure_spec(env.runs.job_of(effect.run_id, effect.party))
     assert party is not None
@@ -340,7 +340,7 @@ async def opened_masks(
 
 
 class _Opening:
-    """The holders of each client's shares in one round, and how many of them are needed."""
+    """The unmasking of one round: who holds each client's shares, and how many are needed."""
 
     def __init__(
         self, party: SecureParty, around: Around, threshold: float, survivors: Sequence[int]
@@ -354,8 +354,9 @@ class _Opening:
     def check(
         self, answers: Answers, effect: AggregateRound, what: str
     ) -> RoundRestarted | RunFailed | None:
-        """Return the fact that follows if too few answered for good; None if enough did. Raises
-        UnavailableError if those that are away may still answer."""
+        """Return None if enough clients answered; else the fact to report, a restart of the round
+        or the failure of the run. Raises UnavailableError if clients that are away may still
+        answer."""
         lacking = self._lacking(answers.given.keys())
         if lacking is None:
             return None
@@ -374,8 +375,8 @@ class _Opening:
         opened: Answers,
         keys: Mapping[int, pb.PostedKeys],
     ) -> tuple[tuple[bytes, bool], ...]:
-        """Return the masks that remain in the sum; for a thread. Raises ValueError or
-        InvalidInputError for shares of another secret."""
+        """Reconstruct the clients' secrets, and return the masks that remain in the sum; for a
+        thread. Raises ValueError or InvalidInputError for shares that belong to another secret."""
         held: dict[int, dict[int, bytes]] = {client: {} for client in self.party.routed}
         alive = set(self.survivors)
         for holder, answer in opened.given.items():
@@ -396,8 +397,8 @@ class _Opening:
         return tuple(found)
 
     def _lacking(self, present: AbstractSet[int]) -> tuple[int, int] | None:
-        """Return, for a client with too few, how many holders of its secret have answered and how
-        many are needed; None if there are enough for all."""
+        """Return, for the first client whose secret cannot be reconstructed, the number of share
+        holders present and the number needed; None if all can be."""
         for client in self.party.routed:
             holders = {*self.around[client], client}
             if len(holders & set(present)) < self.needed(client):
@@ -481,7 +482,7 @@ async def _opened(
 _WINDOW_ELEMENTS: Final = 1 << 18
 
 MaskKeys = Sequence[tuple[bytes, bool]]
-"""The key of each mask that remains in the sum, and whether it was subtracted there."""
+"""The key of each mask that remains in the sum, and True if the mask was subtracted there."""
 
 
 class SumError(StratagemError):
@@ -489,7 +490,7 @@ class SumError(StratagemError):
 
 
 class SecureMean:
-    """The combination of a fold that turns the sum of masked changes into the next state."""
+    """A fold rule for secure rounds: turns the sum of masked changes into the next state."""
 
     def __init__(
         self,
@@ -499,7 +500,7 @@ class SecureMean:
         model: Manifest,
         base: StateReader,
     ) -> None:
-        """Read the sum of the weights. Raises SumError if it shows that masks remain in it."""
+        """Unmask the sum of the weights. Raises SumError if it shows that masks remain."""
         self._updates = [CheckedData(entry) for entry in entries]
         self._masks, self._rule, self._base = masks, rule, base
         self._layout = MaskedLayout(model)
@@ -516,7 +517,7 @@ class SecureMean:
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the next state from that byte on, and `raw` with the base."""
+        """Fill `out` with the next state from that byte offset on; `raw` is scratch."""
         total = self._sum(self._layout.place(offset), out.size)
         try:
             change = self._rule.mean(total, self._sum_of_weights)
@@ -532,7 +533,7 @@ class SecureMean:
         return ""
 
     def _sum(self, place: int, num: int) -> Words:
-        """Return the unmasked sum of elements from a place on."""
+        """Return the unmasked sum of num elements, from element `place` on."""
         word = self._rule.word
         total: Words = np.zeros(num, word)
         for update in self._updates:

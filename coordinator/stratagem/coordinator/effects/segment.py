@@ -1,9 +1,10 @@
-"""RunSegment trains all members of a party to a step together, and `release` has the workers
-forget an ended run.
+"""RunSegment trains all members of a party up to a step, and `release` has the workers forget an
+ended run.
 
-The coordinator starts, watches and collects; under AllReduce no gradients pass through it. When a
-member is lost, the fact that says so changes the pending set, this task is cancelled, and the next
-one gives the survivors their new view; their own computation continues undisturbed.
+The coordinator starts, watches and collects; under AllReduce no gradients pass through it. If a
+member is lost, the fact that records the loss changes the pending effects, which cancels this task;
+the next one gives the survivors their new view of the membership. Their computation goes on
+undisturbed.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ from stratagem.v1 import types_pb2, worker_pb2
 # ---- RunSegment ----
 
 MAX_STREAMS_CHARS: Final = 1 << 16
-"""The most characters in the marks of a segment, which are journaled."""
+"""The most characters of a segment's stream positions, which are journaled."""
 EXCHANGE = {
     ExchangeMethod.ALL_REDUCE: worker_pb2.EXCHANGE_METHOD_ALL_REDUCE,
     ExchangeMethod.PARAMETER_SERVER: worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER,
@@ -60,7 +61,7 @@ EXCHANGE = {
 
 
 async def run_segment(env: EffectContext, effect: RunSegment) -> None:
-    """Train the segment and report SegmentFinished, or why the run fails."""
+    """Train one segment; report SegmentFinished, or the reason why the run fails."""
     latest: dict[int, worker_pb2.Progress] = {}
     async with task_group() as group:
         servers = []
@@ -117,8 +118,8 @@ async def _train(
 def _requests(
     workers: WorkerCalls, effect: RunSegment
 ) -> Callable[[int], worker_pb2.ExecuteRequest]:
-    """Return the function that makes the request for a rank. Each request names all members, of
-    whom there may be thousands, so they are looked up once."""
+    """Return a function that makes the request for a rank. Each request names all members, possibly
+    thousands, so the members are looked up once."""
     view = worker_pb2.View(members=_members(workers, effect))
     return lambda rank: _request(workers, effect, rank, view)
 
@@ -165,14 +166,14 @@ def _members(workers: WorkerCalls, effect: RunSegment) -> list[worker_pb2.Member
 
 @dataclass(frozen=True, slots=True)
 class ShownProgress:
-    """The progress of a segment that is being trained. latest: the members' progress, by rank."""
+    """The shown progress of a segment in training. latest: the members' progress, keyed by rank."""
 
     feed: Feed
     effect: RunSegment
     latest: dict[int, worker_pb2.Progress]
 
     def show(self, rank: int, progress: worker_pb2.Progress) -> None:
-        """Take in a member's progress, and show that of the first one."""
+        """Record a member's progress, and display that of the first member."""
         self.latest[rank] = progress
         if rank or self.effect.party != ROOT:  # parties below do not count steps of the run
             return
@@ -190,8 +191,8 @@ class ShownProgress:
         self.feed.set_progress(self.effect.run_id, latest)
 
     def _bubble(self) -> float | None:
-        """Return the share of the latest steps in which the ranks of a pipeline did not compute;
-        None until all of them have reported their times."""
+        """Return the idle share of a pipeline's ranks in the latest steps; None until all
+        report."""
         ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
         known = [self.latest[rank] for rank in ranks if rank in self.latest]
         longest_s = max((each.span_s for each in known), default=0.0)
@@ -202,12 +203,13 @@ class ShownProgress:
 
 
 def of_training(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a worker's training metrics under their names in facts."""
+    """Return a worker's training metrics, renamed as they are in facts."""
     return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(metrics.items())}
 
 
 def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float]:
-    """Return the metrics with the steps skipped since the run began, if the workers count them."""
+    """Return the metrics with the number of steps skipped since the run began, if workers count
+    skipped steps."""
     if SKIPPED_STEPS not in metrics:
         return metrics
     return {**metrics, SKIPPED_STEPS: num_before + metrics[SKIPPED_STEPS]}
@@ -252,8 +254,8 @@ async def _report(
 async def _evaluated(
     env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
 ) -> tuple[dict[str, float], str] | None:
-    """Return the metrics of the evaluation, and why the user's code ends the training, if it does;
-    None if there are no metrics, which has been reported."""
+    """Return the metrics of the segment's evaluation, and the reason if the user's code ends the
+    training. Return None if the metrics could not be computed, which has then been reported."""
     party, segment, splits = effect.party, effect.segment, effect.evaluate
     own = await own_metrics(env, effect, party, segment, splits, results)
     if own is None:
@@ -266,15 +268,15 @@ async def _evaluated(
 
 
 def _streams(results: list[worker_pb2.TrainResult]) -> str:
-    """Return the marks of all members' streams as JSON; "" if they are too long to be journaled, in
-    which case streams are read again from further back."""
+    """Return all members' stream positions as JSON; "" if they are too long to be journaled:
+    streams are then read again from further back."""
     marks = {number: text for result in results for number, text in result.streams.items()}
     text = dump_json({str(number): marks[number] for number in sorted(marks)}) if marks else ""
     return text if len(text) <= MAX_STREAMS_CHARS else ""
 
 
 def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
-    """Name the members whose states differ though they should not; "" if all agree."""
+    """Name the members whose state digest differs from the others'; "" if all agree."""
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
     is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
     # All replicas hold the same, apart from private state, which fingerprints do not cover.
@@ -296,7 +298,7 @@ log = structlog.get_logger()
 
 
 def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
-    """Return how many steps a row stands for; 0 if the job records or trains nothing."""
+    """Return the steps per row of the step history; 0 if the job records or trains nothing."""
     recording = runs.job_of(effect.run_id, effect.party).recording
     is_off = recording is not None and not recording.steps
     num_steps = effect.num_rounds * effect.num_steps
@@ -304,12 +306,12 @@ def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
 
 
 def number_of(effect: RunSegment) -> int:
-    """Return the number of a segment in its party's history; for a client it counts rounds."""
+    """Return the number of a segment in its party's history; for a client, of the round."""
     return effect.rounds_before + effect.segment
 
 
 def take_in(runs: LiveRuns, effect: RunSegment, rank: int, part: worker_pb2.HistoryPart) -> None:
-    """Keep a part that a member has sent."""
+    """Buffer a part of the step history that a member has sent."""
     begun = SegmentTail(number_of(effect), stride_for(runs, effect), effect.membership)
     runs.history.add(TailKey(effect.run_id, effect.party, rank), begun, part)
 
@@ -320,10 +322,10 @@ async def finished_history(
     request: Callable[[int], worker_pb2.ExecuteRequest],
     results: Sequence[worker_pb2.TrainResult],
 ) -> list[HistoryRow]:
-    """Return the history of a segment that has ended: a row of the party, and one of each part that
-    has a history. Parts that differ from a member's description are left out.
+    """Return the step history of an ended segment: a row of the party, and one per part that has a
+    history. Parts that differ from a member's description are left out.
 
-    request: by rank, to attach with once more. results: by rank.
+    request: makes the request for a rank, to attach once more. results: by rank.
     """
     stride = stride_for(env.runs, effect)
     if not stride:
@@ -340,18 +342,18 @@ async def finished_history(
 
 @dataclass(frozen=True, slots=True)
 class TrainedSteps:
-    """Steps that a party has trained in one segment, or round."""
+    """The steps that a party has trained in one segment or round."""
 
     run_id: RunId
     party: Party
     segment: int
     stride: int
     to_step: int
-    """The last one."""
+    """The last step, included."""
 
     @property
     def ids(self) -> dict[str, object]:
-        """Return the names by which the log tells the steps."""
+        """Return the fields that identify these steps in log entries."""
         return {"run_id": self.run_id, "party": self.party, "segment": self.segment}
 
 
@@ -363,7 +365,7 @@ async def parts_of(
     request: worker_pb2.ExecuteRequest,
     result: worker_pb2.TrainResult | worker_pb2.ClientRoundResult,
 ) -> list[PackedRows]:
-    """Return all parts that a member has recorded of a segment; [] if they cannot be had."""
+    """Return all history parts that a member has recorded of a segment; [] if not available."""
     if not result.num_history_parts:
         return []
     tail = env.runs.history.tail(key)
@@ -379,7 +381,7 @@ async def parts_of(
 
 
 async def rows_of(trained: TrainedSteps, parts: Sequence[PackedRows]) -> list[HistoryRow]:
-    """Return the stored rows of steps; [] if the parts that were sent cannot be read."""
+    """Return the history rows made from the parts; [] if the parts cannot be read."""
     try:
         return await asyncio.to_thread(_rows, trained, parts)
     except InvalidInputError as error:
@@ -418,7 +420,7 @@ def _row(
 
 
 async def release(env: EffectContext, effect: Release) -> None:
-    """Close the run on every worker that is left, and report RunReleased."""
+    """Have every remaining worker close the run, and report RunReleased."""
     env.forget(effect.run_id)
     await asyncio.gather(*(_close(env, effect, member) for member in effect.members))
     failpoint("coordinator.run.released")

@@ -44,7 +44,7 @@ PIECE_BYTES: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class BaseBlob:
-    """An earlier snapshot whose bytes are here: its blob, open, and where the data start."""
+    """An earlier snapshot in the store: its open blob, and the offset of its data."""
 
     name: str
     file: BlobFile
@@ -53,22 +53,22 @@ class BaseBlob:
 
 
 class SnapshotIntake:
-    """One snapshot on its way in; commit or abort it. After `accept`, for one thread at a time."""
+    """Receives one snapshot; call commit or abort. After `accept`, use one thread at a time."""
 
     def __init__(self, writer_of: Callable[[Manifest], StateWriter], base: BaseBlob | None) -> None:
         self.name = ""
-        """The snapshot's name; "" where the worker gives none."""
+        """The snapshot's name; "" if the worker gives none."""
         self._writer_of, self._base = writer_of, base
         self._same: Sequence[SameBytes] | None = None
         self._next = 0
-        """The first range of `_same` that is not written yet."""
+        """The index of the first range in `_same` that is not copied yet."""
         self._num_written = 0
         self._writer: StateWriter | None = None
 
     def size_of(self, first: worker_pb2.GetStateResponse, manifest: Manifest) -> int:
-        """Return how many bytes the worker will send, by the first message of its stream.
+        """Return the number of bytes to come, from the first message of the worker's stream.
 
-        Raises ConflictError where a stream that is resumed leaves out others than before.
+        Raises ConflictError if a resumed stream leaves out other ranges than before.
         """
         same = [SameBytes(each.offset, each.base_offset, each.size) for each in first.same]
         base_bytes = 0 if self._base is None else self._base.data_bytes
@@ -79,8 +79,7 @@ class SnapshotIntake:
         return num_changed_bytes(same, manifest.total_bytes)
 
     def accept(self, manifest: Manifest) -> Callable[[bytes], None]:
-        """Begin the blob; return a function that takes the bytes that the worker sends, in order,
-        and empty ones at the end."""
+        """Begin the blob; return a function that takes the bytes in order, and b"" at the end."""
         self._writer = self._writer_of(manifest)
         return self._write
 
@@ -90,12 +89,12 @@ class SnapshotIntake:
         return self._writer.commit()
 
     def abort(self) -> None:
-        """Delete what was written; no error after a commit."""
+        """Delete the unfinished blob; do nothing after a commit."""
         if self._writer is not None:
             self._writer.abort()
 
     def _write(self, data: bytes) -> None:
-        """Write bytes that were sent, with those of the base before, between and behind them."""
+        """Write received bytes, and copy the unchanged ranges of the base snapshot around them."""
         assert self._writer is not None
         view = memoryview(data)
         while True:
@@ -108,7 +107,7 @@ class SnapshotIntake:
             view = view[len(part) :]
 
     def _copy_same(self) -> int | None:
-        """Write the ranges that are due; return where the next one begins."""
+        """Copy the unchanged ranges that are due; return the offset of the next one, or None."""
         assert self._writer is not None
         assert self._same is not None
         while self._next < len(self._same):
@@ -132,13 +131,13 @@ class SnapshotIntake:
 log = structlog.get_logger()
 T = TypeVar("T")
 Ask = Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]
-"""Requests a stream of tensors from an offset on."""
+"""Opens a stream of tensors that starts at an offset."""
 NOT_BY_CHANGES: Final = (ConflictError, IntegrityError, InvalidInputError, NotFoundError)
-"""Errors that mean that a snapshot cannot be had by its changes alone."""
+"""Errors that mean that a snapshot cannot be pulled as changes to an earlier one."""
 
 
 class PartHolder(NamedTuple):
-    """A member that has a part of a state: its own, or that of the member before it."""
+    """A member that has a part of a state: its own, or the mirror of the previous member's part."""
 
     at: WorkerSession
     of_mirror: bool = False
@@ -147,7 +146,7 @@ class PartHolder(NamedTuple):
 async def from_any(
     holders: Sequence[PartHolder], pull_from: Callable[[PartHolder], Awaitable[T]]
 ) -> T:
-    """Return the result of the first holder that has it; raise the last error when none has."""
+    """Return the result of the first holder that succeeds; raise the last error if all fail."""
     assert holders, "nobody has the snapshot"
     for holder in holders[:-1]:
         try:
@@ -161,9 +160,9 @@ async def from_any(
 async def pull_snapshot(
     env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
-    """Pull the snapshot that a member took at the end of a segment; it is durable in the store.
+    """Pull the snapshot that a member took at the end of a segment, durably, into the store.
 
-    Bytes that an earlier snapshot of this session has, and that are here, are not sent again.
+    Bytes that are unchanged from a stored snapshot of this session are not sent again.
     """
     link = env.workers.link(at.member)
     base = await base_of(env.transfers, at)
@@ -179,12 +178,12 @@ async def pull_snapshot(
 async def pull_outputs(
     env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
-    """Pull the outputs that a member keeps beside its snapshot; they are durable in the store."""
+    """Pull the outputs that a member keeps beside its snapshot, durably, into the store."""
     return await _pulled(env, at, env.workers.link(at.member).outputs(at, segment))
 
 
 async def base_of(transfers: Transfers, at: WorkerSession) -> BaseBlob | None:
-    """Open the snapshot that this member gave before; None where there is none that can be read."""
+    """Open the previous snapshot pulled from this member's session; None if it cannot be read."""
     pulled = transfers.snapshots.get((at.run_id, Party(at.party)))
     if pulled is None or pulled.member != at.member:
         return None
@@ -214,19 +213,19 @@ async def _pulled(
 
 
 async def pull_part(env: EffectContext, holder: PartHolder, segment: int) -> StatePart:
-    """Pull a part of the state at the end of a segment, into a scratch file of the caller's."""
+    """Pull a member's part of the state at a segment's end into a scratch file for the caller."""
     link = env.workers.link(holder.at.member)
     ask = link.snapshot(holder.at, segment, of_mirror=holder.of_mirror)
     return await _scratched(env.transfers, ask)
 
 
 async def pull_part_outputs(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
-    """Pull a member's outputs for the user's own metrics, into a scratch file of the caller."""
+    """Pull a member's outputs for the user's own metrics into a scratch file for the caller."""
     return await _scratched(env.transfers, env.workers.link(at.member).outputs(at, segment))
 
 
 async def pull_kept(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
-    """Pull the file of the tensors that a member alone had at the end of a segment."""
+    """Pull the tensors that only one member had at the end of a segment, into a scratch file."""
     return await _scratched(env.transfers, env.workers.link(at.member).kept(at, segment))
 
 
@@ -246,7 +245,7 @@ async def _pull(
     begin: Callable[[Manifest], Callable[[bytes], None]],
     size_of: SizeOf = all_of_it,
 ) -> Manifest:
-    """Download into the sink that `begin` returns, which gets all bytes in order."""
+    """Download a stream, in order, into the sink that `begin` returns; return its manifest."""
     sinks: list[Callable[[bytes], None]] = []
     offload = Offload(lambda _offset, data: sinks[0](data))
 
@@ -277,7 +276,7 @@ async def _pull(
 
 
 async def stored_bytes(blobs: BlobStore, data: bytes) -> Digest:
-    """Return the name of the blob with these bytes, once it is durable."""
+    """Store these bytes as a blob, and return its digest once it is durable."""
     return await asyncio.to_thread(_stored, blobs, data)
 
 

@@ -64,17 +64,17 @@ from stratagem.v1 import tensor_pb2, worker_pb2
 # client has.
 
 MAX_STRIDE = 1 << 52
-"""Steps in a row, of any number of steps that is counted exactly."""
+"""The largest stride of the step history, so that any number of steps is counted exactly."""
 
 
 def party_of(effect: TrainClient) -> Party:
-    """Return the party of a client, which names its session and its history."""
+    """Return the party of a client, which identifies its session and history."""
     again = f"-{effect.attempt}" if effect.attempt else ""  # each attempt has other masks
     return child_party(effect.party, f"client{effect.client}{again}")
 
 
 class RecordedRound:
-    """The step history of a client in a round. Runs on the event loop."""
+    """The step history of a client in a round. Not thread-safe: runs on the event loop."""
 
     def __init__(
         self, env: EffectContext, effect: TrainClient, request: worker_pb2.ExecuteRequest
@@ -88,7 +88,7 @@ class RecordedRound:
 
     @property
     def listener(self) -> PlanListener:
-        """Return the listener that takes in the parts of the history."""
+        """Return the listener that records the parts of the history."""
         return PlanListener(history=self._take_in if self._is_on else None)
 
     def _take_in(self, part: worker_pb2.HistoryPart) -> None:
@@ -100,7 +100,7 @@ class RecordedRound:
         self._env.runs.history.add(self._key, begun, part)
 
     async def rows(self, result: worker_pb2.ClientRoundResult) -> list[HistoryRow]:
-        """Return the stored rows of the steps of an update."""
+        """Return the history rows of the steps that made an update."""
         effect = self._effect
         if not self._stride:
             return []
@@ -113,7 +113,7 @@ class RecordedRound:
         return await rows_of(trained, parts)
 
     def end(self) -> None:
-        """Forget the parts taken in: they are stored, or the client's part of the round is over."""
+        """Forget the recorded parts: they are stored, or the client's part of the round is over."""
         if self._stride:
             self._env.runs.history.end(self._key.run_id, self._key.party)
 
@@ -122,7 +122,7 @@ class RecordedRound:
 
 
 async def train_client(env: EffectContext, effect: TrainClient) -> None:
-    """Train, pull, and report UpdateReceived or UpdateRejected."""
+    """Have the client train, pull its update, and report UpdateReceived or UpdateRejected."""
     client, num_clients = effect.share or (effect.client, effect.num_clients)
     mask = worker_pb2.SecureMask(attempt=effect.attempt, routed=effect.routed)
     plan = worker_pb2.ClientRoundPlan(
@@ -172,7 +172,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
 def _defect(
     runs: LiveRuns, effect: TrainClient, done: worker_pb2.ClientRoundResult
 ) -> tuple[Cause, str] | None:
-    """Return why the update cannot count; None if it can."""
+    """Return the cause and reason to reject the update; None if it counts."""
     q = spec_of(runs.job_of(effect.run_id, effect.party)).options.q
     wrong = defect(done.loss, done.num_steps, of_training(done.metrics))
     return wrong or defect_before(q, _loss_before(done)) or state_defect(runs, effect, done)
@@ -188,7 +188,7 @@ async def _trained(
     request: worker_pb2.ExecuteRequest,
     steps: RecordedRound,
 ) -> worker_pb2.ExecuteResult:
-    """Return the result of the client's training."""
+    """Have the client train; return the result. Abort if the round closes meanwhile."""
     base = effect.base.digest
     try:
         return await attend(env, effect.member, request, steps.listener, base=base)
@@ -201,7 +201,7 @@ async def _trained(
 
 
 def _abort(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
-    """Have the worker end the client's training, and close the update that it offers."""
+    """Have the worker abort the client's training and drop the update that it offers."""
 
     async def abort() -> None:
         await workers.link(effect.member).abort(_session(effect))
@@ -210,12 +210,11 @@ def _abort(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
 
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
-"""The complete update that a crash has left in the spool, if any, and the offset to request it
-from."""
+"""The complete update left by a crash, if any, and the offset at which to resume."""
 
 
 def _look(runs: LiveRuns, spool: Spool, effect: TrainClient) -> Looked:
-    """Look into the spool, and make the round's folder, while the client trains."""
+    """Look for an earlier upload in the spool, and make the round's folder, while training."""
     key, source = _key(runs, effect), effect.member.incarnation
     looked: Looked = asyncio.ensure_future(asyncio.to_thread(spool.look, key, source))
     looked.add_done_callback(lambda done: done.cancelled() or done.exception())  # may not be asked
@@ -276,8 +275,7 @@ async def _collect(
 
 
 def _close(runs: LiveRuns, workers: WorkerCalls, effect: TrainClient) -> None:
-    """Close the client's session: the worker would keep one update of every client that it
-    plays."""
+    """Close the client's session: otherwise the worker keeps an update per simulated client."""
     closing = workers.link(effect.member).close_session(effect.run_id, _session(effect).ref)
     runs.chores.do(closing, "close the session of a client")
 
@@ -288,7 +286,7 @@ async def _pull(
     result: worker_pb2.ClientRoundResult,
     looked: Looked,
 ) -> SpoolEntry:
-    """Pull the update into the spool, unless a crash has left the complete one there; return it."""
+    """Pull the update into the spool, unless a crash has left it there; return its entry."""
     done, offset = await looked
     if done is not None:
         return done
@@ -307,8 +305,8 @@ def _session(effect: TrainClient) -> WorkerSession:
 
 @contextmanager
 def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
-    """Reject an update whose manifest, which comes first, breaks a rule or a limit: it would do so
-    again. manifests: those that have come."""
+    """Context manager that rejects the update on an error in its manifest, which a retry would
+    repeat. manifests: those received so far; the manifest comes first."""
     try:
         yield
     except (InvalidInputError, LimitError) as error:
@@ -385,7 +383,7 @@ async def _pull_to_spool(
 
 
 class OfferedUpdate(NamedTuple):
-    """A checked manifest, and the bytes that it describes, read as they are asked for."""
+    """An update offered by a worker: its checked manifest, and its bytes, read on demand."""
 
     manifest: Manifest
     pieces: Iterator[memoryview]
@@ -394,7 +392,7 @@ class OfferedUpdate(NamedTuple):
 def offered_update(
     link: WorkerLink, result: worker_pb2.ClientRoundResult, limits: Limits, codecs: Collection[str]
 ) -> OfferedUpdate | None:
-    """Return the offered update; None if there is none, or it cannot be read here.
+    """Return the offered update; None if there is none, or it cannot be read from here.
 
     Raises InvalidInputError and LimitError for a manifest that breaks a rule or a limit.
     """
@@ -428,9 +426,9 @@ Commit = Callable[[SpoolWriter], SpoolEntry]
 def commit_update(
     arrived: SpoolWriter, decoding: UpdateDecoding, spool: Spool, key: SpoolKey, commit: Commit
 ) -> SpoolEntry:
-    """Commit the update `key`, the only one of its `decoding`. Blocks.
+    """Check and commit the update `key`, the only one of `decoding`, to the spool. Blocks.
 
-    Raises UpdateRejectedError, after which nothing of it remains.
+    Raises UpdateRejectedError, after which nothing of the update remains.
     """
     if not arrived.upload.manifest.codec or decoding.has_windows:
         return commit(arrived)

@@ -1,10 +1,10 @@
-"""The feed, which gives the watchers of a run its events by index, its latest progress, and a
-wake-up for both.
+"""The feed gives the watchers of a run its events by index and its latest progress, and wakes them
+up for both.
 
 It runs on the event loop and depends on neither gRPC nor the journal. Events are the journaled
 facts, so a watcher can leave and come back by index; progress is a latest value without an index.
-Only the newest events of runs that have not ended are in memory; all others are read on demand. A
-run at rest has only its present watchers in memory.
+Memory has only the newest events of runs that have not ended; all others are read on demand. An
+archived run has nothing in memory but its present watchers.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class FeedEvent:
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgress:
-    """Step and loss of the segment in flight; loss is NaN until the first step."""
+    """The progress of the segment in flight; loss is NaN until the first step."""
 
     step: int = 0
     loss: float = 0.0
@@ -69,51 +69,51 @@ class SegmentProgress:
     grad_norm: float = 0.0
     """2-norm of the latest step's gradient before clipping."""
     num_skipped_steps: int = 0
-    """Steps skipped since the run began, because they were not finite."""
+    """Steps skipped since the run began because they were not finite."""
     training_phase: str = ""
     """Name of the current phase of phase training."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The values of that step, by metric."""
+    """The values of the latest step, keyed by metric."""
     lr: float = 0.0
-    """The learning rate of that step's update; 0: not known."""
+    """The learning rate of the latest step's update; 0: not known."""
     bubble: float | None = None
-    """The share of a pipeline's latest steps in which its ranks did not compute."""
+    """The fraction of a pipeline's latest steps in which its ranks were idle."""
     reason: str = ""
     """The reason why a run waits for workers, why its work keeps failing, or which worker is
-    stalled; then no other field is set except step."""
+    stalled; then no other field is set but step."""
 
 
 MAX_EVENTS: Final = 1024
-"""The events of a run in memory; twice as many are cut to these."""
+"""The number of newest events of a run that are kept in memory when twice as many are there."""
 
 PAGE_EVENTS: Final = 100
-"""The events that are read for a watcher at once. A watcher that does not read keeps them, about
-2 KB each."""
+"""The most events read at once for a watcher. One that does not consume them keeps them in memory,
+about 2 KB each."""
 PAGE_BYTES: Final = 2**18
-"""The bytes of payloads that are read at once, if the sizes stay alike."""
+"""The most bytes of payloads read at once, if the sizes of events do not change much."""
 
 History = Callable[[RunId, EventSpan, int], Awaitable[Sequence[FeedEvent]]]
-"""A function that returns the first events of a span, at most a given number; none if there are
-none, or the run is gone."""
+"""A function that returns the first stored events of a span, at most a given number; none if the
+run is gone."""
 
 
 @dataclass(slots=True)
 class _Run:
     events: list[FeedEvent] = field(default_factory=list)
-    """The newest events; none once the run has ended."""
+    """The newest events; empty once the run has ended."""
     num_events: int = 0
     last_wall_s: float = 0.0
     progress: SegmentProgress | None = None
     trouble: str = ""
-    """The effect that keeps failing since the newest event, and the reason."""
+    """The sentence about an effect that keeps failing since the newest event."""
     stall: str = ""
     """The sentence about a stalled worker."""
     is_closed: bool = False
     changed: asyncio.Event | None = None
-    """An event for the next change, made by the watcher that waits for it."""
+    """The event that is set at the next change; made by the first watcher that waits for one."""
 
     def with_reason(self, reason: str) -> SegmentProgress:
-        """Return a progress with a reason, which keeps the number of steps."""
+        """Return a progress that has only a reason and the present number of steps."""
         return SegmentProgress(step=self.progress.step if self.progress else 0, reason=reason)
 
 
@@ -122,10 +122,10 @@ class Feed:
         self._history = history
         self._runs: dict[RunId, _Run] = {}
         self.listeners: list[Callable[[RunId], None]] = []
-        """The functions called with every run that has news, or is dropped."""
+        """The functions called with each run that has news or is dropped."""
 
     def add_event(self, run_id: RunId, event: FeedEvent, *, is_last: bool) -> None:
-        """Append an event; indices are consecutive. is_last: the run has ended with it."""
+        """Append an event, whose index must be the next one. is_last: the run has ended with it."""
         if run_id not in self._runs:  # it is new, or resumed
             self._runs[run_id] = _Run(num_events=event.index)
         run = self._runs[run_id]
@@ -141,15 +141,15 @@ class Feed:
         self._wake(run_id, run)
 
     def set_progress(self, run_id: RunId, progress: SegmentProgress | None) -> None:
-        """Replace the latest progress."""
+        """Replace the latest progress, and wake up the watchers."""
         run = self._runs.get(run_id)
         if run is not None and not run.is_closed:
             run.progress = progress
             self._wake(run_id, run)
 
     def set_trouble(self, run_id: RunId, reason: str, *, is_news: bool) -> None:
-        """Set the reason of repeated failures, until the next event; watchers see it until there is
-        progress. is_news: False if the sentence only has other numbers, of which nobody is told."""
+        """Set the sentence about repeated failures, valid until the next event. is_news: False if
+        only numbers in the sentence have changed, so that watchers are not told."""
         if run_id in self._runs:
             run = self._runs[run_id]
             run.trouble = reason
@@ -157,8 +157,8 @@ class Feed:
                 self.set_progress(run_id, run.with_reason(reason))
 
     def set_stall(self, run_id: RunId, reason: str) -> None:
-        """Set the sentence about a stalled worker; "": there is none any more. Watchers see it
-        until there is progress."""
+        """Set the sentence about a stalled worker, or clear it with "". Watchers see it until there
+        is progress."""
         run = self._runs.get(run_id)
         if run is None or run.stall == reason:
             return
@@ -173,23 +173,23 @@ class Feed:
         return (run.trouble or run.stall) if run else ""
 
     def progress(self, run_id: RunId) -> SegmentProgress | None:
-        """Return the latest progress."""
+        """Return the latest progress; None if there is none."""
         run = self._runs.get(run_id)
         return run.progress if run else None
 
     def last_wall_s(self, run_id: RunId) -> float:
-        """Return the time of the newest event; 0 before the first."""
+        """Return the wall time of the newest event; 0 before the first."""
         run = self._runs.get(run_id)
         return run.last_wall_s if run else 0.0
 
     def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
-        """Return the newest wanted fact of a run among those in memory."""
+        """Return the newest fact of a run, among those in memory, that satisfies a condition."""
         run = self._runs.get(run_id)
         events = reversed(run.events) if run else ()
         return next((event.fact for event in events if is_wanted(event.fact)), None)
 
     def forget(self, run_id: RunId) -> None:
-        """Drop a run that is at rest or deleted; its watchers end, with its events."""
+        """Drop a run that is archived or deleted; its watchers end after its events."""
         run = self._runs.pop(run_id, None)
         if run is not None:
             run.is_closed = True
@@ -198,7 +198,7 @@ class Feed:
     async def past(
         self, run_id: RunId, span: EventSpan, max_events: int = PAGE_EVENTS
     ) -> AsyncIterator[Sequence[FeedEvent]]:
-        """Yield the past events of a span; max_events: the most that are read at once."""
+        """Yield the past events of a span in pages; max_events: the most that are read at once."""
         num_events = min(max_events, PAGE_EVENTS)
         while page := await self._history(run_id, span, num_events):
             yield page
@@ -210,8 +210,8 @@ class Feed:
     async def watch(
         self, run_id: RunId, span: EventSpan, num_events: int
     ) -> AsyncIterator[FeedEvent | SegmentProgress]:
-        """Yield events of an open span, and progress between them, until the run has ended;
-        num_events: the number of events by now."""
+        """Yield the events of a span without an end, and progress between them, until the run has
+        ended; num_events: the number of events so far."""
         run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
         index = span.from_index
         shown: SegmentProgress | None = None
@@ -253,20 +253,20 @@ class Feed:
 # all followers, and at most twice a second.
 
 PAUSE_S: Final = 0.5
-"""Seconds between two looks at the changes."""
+"""Seconds between two rounds of sending briefs."""
 
 Brief = TypeVar("Brief")
 
 
 @dataclass(slots=True, eq=False)
 class Follower(Generic[Brief]):
-    """A follower of all runs, with the newest brief of each run that it has not taken yet."""
+    """A subscriber to all runs, with the newest brief of each run that it has not taken yet."""
 
     waiting: dict[RunId, Brief | None] = field(default_factory=dict)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def news(self) -> Mapping[RunId, Brief | None]:
-        """Wait for changed runs, and return their briefs; None: the run is gone."""
+        """Wait for changed runs, and return the brief of each; None: the run is gone."""
         await self.has_news.wait()
         self.has_news.clear()
         news, self.waiting = self.waiting, {}
@@ -274,22 +274,22 @@ class Follower(Generic[Brief]):
 
 
 class RunBriefs(Generic[Brief]):
-    """The followers of all runs, and the runs that have changed since the last briefs."""
+    """The sender of briefs, with the followers of all runs and the runs changed since the last."""
 
     def __init__(
         self,
         brief_of: Callable[[RunId], Awaitable[Brief | None]],
         do: Callable[[Coroutine[Any, Any, None], str], None],
     ) -> None:
-        """Set up without followers; brief_of: returns the brief of a run, None if it is gone; do:
-        starts a chore under a name."""
+        """Set up without followers; brief_of: returns the brief of a run, None if the run is gone;
+        do: starts a chore under a name."""
         self._brief_of, self._do = brief_of, do
         self._followers: list[Follower[Brief]] = []
         self._changed: dict[RunId, None] = {}
         self._is_telling = False
 
     def note(self, run_id: RunId) -> None:
-        """Take in that a run has changed."""
+        """Record that a run has changed, and have the followers told."""
         if not self._followers:
             return
         self._changed[run_id] = None
@@ -299,7 +299,7 @@ class RunBriefs(Generic[Brief]):
 
     @contextmanager
     def follower(self) -> Iterator[Follower[Brief]]:
-        """Follow all runs from now on."""
+        """Context manager that adds a follower of all runs, and removes it at the end."""
         follower = Follower[Brief]()
         self._followers.append(follower)
         try:
@@ -308,7 +308,7 @@ class RunBriefs(Generic[Brief]):
             self._followers.remove(follower)
 
     async def _tell(self) -> None:
-        """Send all followers the changed briefs, until nothing has changed for one pause."""
+        """Send all followers the briefs of changed runs, until a pause passes without changes."""
         try:
             while self._changed and self._followers:
                 changed, self._changed = self._changed, {}
@@ -328,18 +328,18 @@ class RunBriefs(Generic[Brief]):
 # their times from here.
 
 LOOK_PAUSE_S: Final = 0.5
-"""Seconds between two looks at one run, however often it has new progress."""
+"""The least seconds between two updates of a run's pace, however often it has new progress."""
 _BEFORE_TRAINING: Final = ("BUILDING", "WAITING")
 
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """The times in a run's progress."""
+    """The epoch, elapsed time and remaining time of a run."""
 
     epoch: float
     elapsed_s: float
     eta_s: float | None
-    """The remaining seconds; None: unknown."""
+    """The remaining seconds; None: not known."""
     may_end_early: bool
 
 
@@ -356,7 +356,7 @@ class Paces:
     def look(
         self, world: World, run: RunRecord, shown: SegmentProgress | None, *, anew: bool = False
     ) -> None:
-        """Take in the progress of a run; shortly after the last look only with `anew`."""
+        """Update a run's pace from its progress; soon after the last update only with `anew`."""
         now_s, looked_s = self._monotonic(), self._looked_s.get(run.run_id)
         if not anew and looked_s is not None and now_s - looked_s < LOOK_PAUSE_S:
             return
@@ -369,12 +369,12 @@ class Paces:
         self._paces[run.run_id] = pace.updated(now_s, done, trains=trains)
 
     def forget(self, run_id: RunId) -> None:
-        """Drop a run that has ended."""
+        """Drop the pace of a run that has ended."""
         self._paces.pop(run_id, None)
         self._looked_s.pop(run_id, None)
 
     def time_of(self, run: RunRecord, status: Status, step: int) -> RunTime:
-        """Return the times of a run that has done so many steps."""
+        """Return the epoch, elapsed and remaining time of a run that has done so many steps."""
         pace, counts = self._paces.get(run.run_id), status.counts
         may_say = pace is not None and counts.is_even and status.phase is RunPhase.RUNNING
         evaluation = run.job.evaluation
@@ -393,16 +393,16 @@ class Paces:
 
 
 def with_refused(reason: str, refused: str) -> str:
-    """Return why a run waits for workers, with the sentence about refused ones."""
+    """Return why a run waits for workers, with the sentence about refused ones added."""
     return f"{reason}; {refused}" if reason and refused else reason
 
 
 def say_what_is_missing(
     feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId], refused: str = ""
 ) -> None:
-    """Publish as progress the sentence about missing workers of these runs (all runs, if the
-    cluster has changed) when it has changed; clear it once there are workers, unless work keeps
-    failing or is stalled. refused: the sentence about refused workers."""
+    """Publish as progress why these runs wait for workers (all runs, if the cluster has changed),
+    if the reason is new. Clear it once they have workers, unless work keeps failing or is stalled.
+    refused: the sentence about refused workers."""
     looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
     for run_id in looked_at:
         run, shown = state.runs[run_id], feed.progress(run_id)
@@ -417,8 +417,8 @@ def say_what_is_missing(
 
 
 def say_what_fails(feed: Feed, state: CoordinatorState, effect: Effect, tries: FailedTries) -> None:
-    """Publish, until the next fact of the run, the effect that keeps failing, the reason, the
-    number of tries, and the time of the next one."""
+    """Publish, until the next fact of the run, which effect keeps failing and why, the number of
+    tries, and the time of the next try."""
     kind, run = type(effect).__name__, state.runs.get(effect.run_id)
     of_all = f" of {MAX_TRIES}" if tries.retry is TryAgain.LIMITED else ""
     count = (
@@ -446,8 +446,8 @@ def _moment(wall_s: float) -> str:
 
 
 def publish_counts(feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId]) -> None:
-    """Publish that the counts of these runs have changed, if they count no steps; the numbers are
-    read from the state."""
+    """Wake up the watchers of these runs to changed counts, if a run counts rounds or generations;
+    the watchers read the counts from the state."""
     for run_id in changed & state.runs.keys():
         status = shown_status_of(state.runs[run_id], world)
         if status.phase is RunPhase.RUNNING and status.counts.unit != RunCounts().unit:

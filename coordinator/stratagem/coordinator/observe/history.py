@@ -1,7 +1,7 @@
-"""The step history of segments in flight: what their members have sent so far, in memory.
+"""The step history of segments in flight: the rows that members have sent so far, in memory.
 
-The memory is bounded: if a member has sent more than fits, its rows are merged for display, and the
-end of the segment requests them again. All this runs on the event loop, and ends with the process.
+The memory is bounded: if a member has sent more than fits, its rows are merged for display, and
+requested again at the end of the segment. All runs on the event loop, and ends with the process.
 """
 
 import hashlib
@@ -20,30 +20,30 @@ from stratagem.v1 import worker_pb2
 log = structlog.get_logger()
 
 MAX_TAIL_BYTES: Final = 256 * 1024
-"""The most bytes of one member of a party."""
+"""The most bytes kept of one member of a party."""
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""The most bytes of all parties of all runs."""
+"""The most bytes kept of all parties of all runs."""
 
 
 class PackedRows(NamedTuple):
-    """Rows as they were sent, with the part that they belong to."""
+    """Encoded rows, as a worker has sent them, and the part of a party that they belong to."""
 
     party: str
     """A part of the party that trains, such as "node/3"; "": the whole party."""
     rows: bytes
     from_step: int = 0
-    """The steps that had been applied when their recording began."""
+    """The steps that had been applied when the recording began."""
 
 
 @dataclass(slots=True)
 class HistoryParts:
-    """The parts of a segment's history from one member; `is_whole` while none is missing."""
+    """A member's parts of a segment's history; `is_whole` is False once one is missing."""
 
     parts: list[PackedRows] = field(default_factory=list)
     is_whole: bool = True
 
     def add(self, part: worker_pb2.HistoryPart) -> None:
-        """Add a part; one with number 0 begins again."""
+        """Add a part; a part with number 0 begins anew."""
         if part.number == 0:
             self.parts, self.is_whole = [], True
         is_fit = len(part.rows) <= MAX_PART_BYTES and is_party(part.party)
@@ -52,7 +52,7 @@ class HistoryParts:
             self.parts.append(PackedRows(part.party, part.rows, part.from_step))
 
     def are_all(self, result: worker_pb2.TrainResult | worker_pb2.ClientRoundResult) -> bool:
-        """Return True if these are all parts that a result announces."""
+        """Return True if all parts that a result announces have arrived intact."""
         if not self.is_whole or len(self.parts) != result.num_history_parts:
             return False
         whole = b"".join(part.rows for part in self.parts)
@@ -60,8 +60,8 @@ class HistoryParts:
 
 
 def merged(parts: Sequence[PackedRows], stride: int) -> dict[str, dict[Series, Columns]]:
-    """Unpack parts with consecutive steps and merge them; return the rows by part, in order of
-    name. Raises InvalidInputError."""
+    """Decode parts with consecutive steps and merge them; return the rows keyed by part of the
+    party, sorted by name. Raises InvalidInputError if rows cannot be read."""
     pieces: dict[tuple[str, Series], list[Columns]] = {}
     for part in parts:
         for series, columns in unpack(part.rows).items():
@@ -74,13 +74,13 @@ def merged(parts: Sequence[PackedRows], stride: int) -> dict[str, dict[Series, C
 
 @dataclass(slots=True)
 class SegmentTail:
-    """The history of the segment that a party trains now, from one member."""
+    """The history so far, sent by one member, of the segment that a party trains now."""
 
     segment: int
     stride: int
-    """The stride of its rows for display: that of the parts, or a multiple."""
+    """The number of steps per row for display: that of the parts, or a multiple."""
     membership: int = 0
-    """The membership of the sender; the rows of an older one may belong to another member now."""
+    """The membership of the sender; after a change, the rows may belong to another member."""
     sent: HistoryParts = field(default_factory=HistoryParts)
 
     @property
@@ -89,7 +89,7 @@ class SegmentTail:
         return sum(len(part.rows) for part in self.sent.parts)
 
     def shorten(self) -> None:
-        """Keep half as many rows; none if the parts cannot be read."""
+        """Double the stride, which halves the number of rows; drop rows that cannot be read."""
         self.stride *= 2
         try:
             rows = merged(self.sent.parts, self.stride)
@@ -101,7 +101,7 @@ class SegmentTail:
 
 
 class TailKey(NamedTuple):
-    """A member of a party that trains."""
+    """The key of a segment tail: a member of a party that trains."""
 
     run_id: RunId
     party: Party
@@ -109,7 +109,7 @@ class TailKey(NamedTuple):
 
 
 class SentRows(NamedTuple):
-    """The rows of a party from one member, in a segment that has not ended."""
+    """The rows of a party that one member has sent, in a segment that has not ended."""
 
     segment: int
     stride: int
@@ -117,8 +117,8 @@ class SentRows(NamedTuple):
 
 
 def rows_in_flight(sent: Sequence[SentRows]) -> dict[Series, Columns]:
-    """Return the rows by series, each from the first sender that has it. Raises
-    InvalidInputError."""
+    """Return the rows keyed by series, each from the first sender that has the series. Raises
+    InvalidInputError if rows cannot be read."""
     found: dict[Series, Columns] = {}
     for each in sent:
         for rows in merged(each.parts, each.stride).values():
@@ -128,7 +128,7 @@ def rows_in_flight(sent: Sequence[SentRows]) -> dict[Series, Columns]:
 
 
 class LiveHistory:
-    """The tails of all parties that train."""
+    """The segment tails of all parties that train now."""
 
     def __init__(self, max_tail_bytes: int = MAX_TAIL_BYTES, max_bytes: int = MAX_BYTES) -> None:
         self._max_tail_bytes, self._max_bytes = max_tail_bytes, max_bytes
@@ -136,8 +136,8 @@ class LiveHistory:
         self._num_bytes: dict[TailKey, int] = {}
 
     def add(self, key: TailKey, begun: SegmentTail, part: worker_pb2.HistoryPart) -> None:
-        """Add a part that a member has sent. begun: its segment without parts, for the first
-        one."""
+        """Add a part that a member has sent. begun: an empty tail of the segment, used for the
+        first part."""
         tail = self._tails.get(key)
         if part.number == 0 or tail is None or tail.segment != begun.segment:
             tail = self._tails[key] = begun
@@ -153,11 +153,11 @@ class LiveHistory:
         self._num_bytes[key] = self._tails[key].num_bytes
 
     def tail(self, key: TailKey) -> SegmentTail | None:
-        """Return the tail of a member."""
+        """Return the segment tail of a member; None if there is none."""
         return self._tails.get(key)
 
     def parties(self, run_id: RunId) -> list[Party]:
-        """Return the parties of a run, and their parts, that have rows in flight."""
+        """Return the parties of a run, and the parts of parties, that have rows in flight."""
         return sorted(
             {
                 _whose(key, part.party)
@@ -168,8 +168,8 @@ class LiveHistory:
         )
 
     def sent(self, run_id: RunId, party: Party) -> list[SentRows]:
-        """Return the rows of a party, or of a part of one, those of the newest membership first,
-        because a node may have moved from one member to another."""
+        """Return the rows of a party, or of a part of one, sorted from the newest membership to the
+        oldest, because a node may have moved from one member to another."""
         of_run = [(key, tail) for key, tail in self._tails.items() if key.run_id == run_id]
         of_run.sort(key=lambda item: (-item[1].segment, -item[1].membership, item[0].rank))
         found = [

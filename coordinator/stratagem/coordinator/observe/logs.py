@@ -1,4 +1,4 @@
-"""The logs of runs, one file of JSON lines per run, for the `logs` command alone.
+"""The logs of runs: one file of JSON lines per run, for the `logs` command alone.
 
 The coordinator's lines are the sentences of its facts; the workers' lines are the output and log
 records of user code. A crash may lose lines, but never facts.
@@ -22,16 +22,16 @@ from stratagem.coordinator.core.facts import Member
 
 MAX_LINE_CHARS = 8192
 MAX_FILE_BYTES = 64 * 2**20
-"""The size of a log beyond which lines are dropped, as the log says once."""
+"""The size of a log beyond which lines are dropped; one line in the log says so."""
 READ_BYTES = 2**18
-"""The bytes that are read for one follower at once, more than any line has."""
+"""The bytes read at once for one follower; no line is longer."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class RunLogLine:
-    """One line of a run's log; worker_id: "" for the coordinator's lines; time_s: since 1970."""
+    """One line of a run's log; worker_id: "" for the coordinator's lines; time_s: Unix time."""
 
     time_s: float
     worker_id: str
@@ -48,7 +48,7 @@ class RunLogs:
         self._changed: dict[RunId, asyncio.Event] = {}
 
     def add(self, run_id: RunId, line: RunLogLine) -> None:
-        """Append a line and wake its followers. Lines that the disk does not take are lost."""
+        """Append a line, and wake up its readers. A line that the disk does not take is lost."""
         if run_id in self._full:
             return
         try:
@@ -72,7 +72,7 @@ class RunLogs:
         file.flush()
 
     def close_run(self, run_id: RunId) -> None:
-        """Close the log of a run that has ended: followers end once they have read all lines."""
+        """Close the log of an ended run; its followers end once they have read all lines."""
         self._drop_file(run_id)
         self._wake(run_id)
 
@@ -106,10 +106,10 @@ class RunLogs:
         follow: bool,
         is_over: Callable[[RunId], bool],
     ) -> AsyncIterator[tuple[int, RunLogLine]]:
-        """Yield the lines so far with their numbers; with follow, later ones too, until the run is
+        """Yield each line so far with its number; with follow, also later lines, until the run is
         over.
 
-        from_line: the number of the first line, from 0; a negative one counts from the end.
+        from_line: the number of the first line, from 0; a negative number counts from the end.
         """
         position = number = 0
         if from_line < 0:
@@ -136,8 +136,8 @@ class RunLogs:
         return 0
 
     def _skip(self, run_id: RunId, num_lines: int) -> tuple[int, int]:
-        """Return a position in the log after at most so many lines, and the number of lines before
-        it."""
+        """Return a position in the log that is num_lines or fewer lines from the start, and the
+        number of lines before that position."""
         position = number = 0
         with suppress(FileNotFoundError), self._path(run_id).open("rb") as file:
             while data := file.read(READ_BYTES):
@@ -169,8 +169,8 @@ class RunLogs:
 
 
 def _line(raw: bytes) -> RunLogLine | None:
-    """Parse a line; return None for one cut off by a crash or a full disk, or joined to such a
-    one."""
+    """Parse a line; return None if a crash or a full disk has cut it off, or has joined it to a
+    line that was cut off."""
     try:
         return RunLogLine(**json.loads(raw))
     except (ValueError, TypeError):
@@ -185,8 +185,8 @@ _NAMES = (("party", "party"), ("segment", "segment"), ("round", "round_num"))
 
 
 def ids_of(run_id: RunId, thing: object) -> dict[str, Any]:
-    """Return those of run_id, party, segment or round, worker_id and population member that an
-    effect or fact has."""
+    """Return the identifiers that an effect or fact has: run_id, party, segment or round,
+    worker_id, and population member."""
     ids: dict[str, Any] = {} if run_id == CLUSTER else {"run_id": run_id}
     for key, name in _NAMES:
         value = getattr(thing, name, None)

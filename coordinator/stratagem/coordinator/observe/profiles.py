@@ -56,8 +56,8 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One recording with its origin; `events` is compressed, and empty if only the head was
-    read."""
+    """One recording of training steps, and its origin; `events` is compressed, and empty if only
+    the head was read."""
 
     worker_id: str
     party: str
@@ -71,7 +71,7 @@ class Recording:
 
     @classmethod
     def of(cls, profile: worker_pb2.Profile) -> Self:
-        """Return the readable recording in a message. Raises UnreadableError."""
+        """Validate the recording in a message, and return it. Raises UnreadableError."""
         text = _unpacked(profile.events_gzip)
         base_ns = int(_head_of(text)[1])
         for _ in _rows(text):
@@ -90,7 +90,7 @@ class Recording:
 
     @classmethod
     def head_in(cls, path: Path) -> Self:
-        """Read a recording from a file, without the events."""
+        """Read the head of a recording from a file, without the events."""
         with path.open("rb") as file:
             return cls(**json.loads(file.readline()))
 
@@ -103,7 +103,7 @@ class Recording:
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Return True if a file has the form of a recording."""
+        """Return True if a file is a readable recording."""
         try:
             Recording.head_in(path)
         except (OSError, ValueError, TypeError):  # deleted meanwhile, or damaged by a power cut
@@ -111,12 +111,12 @@ class Recording:
         return True
 
     def packed(self) -> bytes:
-        """Return the content of the recording's file."""
+        """Return the recording as the content of its file."""
         head = {key: value for key, value in asdict(self).items() if key != "events"}
         return json.dumps(head).encode() + b"\n" + self.events
 
     def rows(self) -> Iterator[Row]:
-        """Yield the events, in order."""
+        """Yield the recorded events as rows, in order."""
         return _rows(_unpacked(self.events))
 
 
@@ -142,7 +142,7 @@ def _head_of(text: str) -> re.Match[str]:
 
 
 def _rows(text: str) -> Iterator[Row]:
-    """Parse each row by itself, so that other threads get their turn between two rows."""
+    """Yield the events, parsed one by one so that other threads get their turn in between."""
     at, decoder = _head_of(text).end(), json.JSONDecoder()
     num_rows = 0
     while not (num_rows == 0 and _END.fullmatch(text, at)):
@@ -189,19 +189,19 @@ def _row(value: Any, number: int) -> Row:
 log = structlog.get_logger(__name__)
 
 MAX_RUN_BYTES: Final = 256 * 2**20
-"""The limit of a run's unpacked recordings; later ones are dropped."""
+"""The most unpacked bytes of all recordings of a run; later ones are dropped."""
 PIECE_BYTES: Final = 2**20
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class Profiles:
-    """The recordings in files below `root`, in a folder for each run."""
+    """The store of recordings: files below `root`, in one folder per run."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def add(self, run_id: RunId, profile: worker_pb2.Profile) -> None:
-        """Keep a recording; one of the same worker, party and segment replaces an earlier one.
+        """Store a recording, in place of an earlier one of the same worker, party and segment.
 
         A recording that cannot be read, which no worker of ours sends, is dropped, and so is one
         that the disk does not take: the run continues without it.
@@ -228,7 +228,7 @@ class Profiles:
         shutil.rmtree(self._root / run_id, ignore_errors=True)
 
     def run_ids(self) -> list[RunId]:
-        """Return the runs that have recorded something."""
+        """Return the runs that have recordings."""
         return [RunId(path.name) for path in self._root.glob("*")]
 
     def trace(self, run_id: RunId) -> Iterator[bytes]:
@@ -248,13 +248,13 @@ class Profiles:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """Return the recordings in a folder, without damaged files and those of other versions."""
+    """Return the recordings in a folder; damaged files and those of other versions are left out."""
     paths = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
     return [path for path in paths if Recording.is_one(path)]
 
 
 def joined(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[dict[str, Any]]:
-    """Yield the events of one trace; times are microseconds since the earliest, by the
+    """Yield the events of one trace; times are microseconds since the earliest recording, by the
     coordinator's clock."""
     first_ns = min(head.base_ns for head in heads)
     workers = {head.worker_id: head for head in heads}
@@ -283,7 +283,7 @@ def _text(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[s
 
 
 def _pieces(texts: Iterator[str]) -> Iterator[bytes]:
-    """Join texts into pieces of the size of a message."""
+    """Join texts into pieces, each about as large as a message may be."""
     waiting, num_bytes = [], 0
     for text in texts:
         raw = text.encode()

@@ -25,7 +25,7 @@ from stratagem.v1 import worker_pb2
 
 MAX_REFUSED: Final = 64
 FORGET_S: Final = 180.0
-"""The time after which a refusal is forgotten; workers ask again sooner."""
+"""Seconds after which a refusal is forgotten; a worker that still runs asks again sooner."""
 MAX_NAME_CHARS: Final = 80
 MAX_REASON_CHARS: Final = 400
 MAX_TOLD: Final = 3
@@ -34,7 +34,7 @@ MAX_TOLD: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class RefusedRegistration:
-    """The last refusal of a worker of this name, which is not registered."""
+    """The last refused registration under the name of a worker that is not registered."""
 
     worker_id: str
     address: str
@@ -45,8 +45,8 @@ class RefusedRegistration:
 
 
 class Refusals:
-    """The refused workers by name; `on_change` is called when the sentence about them has
-    changed."""
+    """The refused registrations, keyed by worker name; `on_change` is called when the sentence
+    about them has changed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,7 +54,7 @@ class Refusals:
         self.on_change: Callable[[], None] = lambda: None
 
     def note(self, request: pb.RegisterWorkerRequest, error: StratagemError) -> None:
-        """Note that an admitted caller's registration was refused."""
+        """Record that the registration of an admitted caller was refused."""
         if isinstance(error, StandbyError):
             return  # the leader will say
         caller, name, address = current_caller(), request.worker_id, request.address
@@ -75,12 +75,12 @@ class Refusals:
             self.on_change()
 
     def forget(self, worker_id: str) -> None:
-        """Forget the refusals of a worker that is registered now."""
+        """Drop the refusals of a worker that is registered now."""
         if self._refused.pop(worker_id, None) is not None:
             self.on_change()
 
     def forget_old(self) -> None:
-        """Forget the workers that have not asked for long."""
+        """Drop the refusals of workers that have not asked for long."""
         since_s = self._clock() - FORGET_S
         old = [name for name, each in self._refused.items() if each.asked_s <= since_s]
         for name in old:
@@ -89,7 +89,7 @@ class Refusals:
             self.on_change()
 
     def messages(self) -> list[pb.RefusedWorker]:
-        """Return the refused workers as messages, in order of name."""
+        """Return the refused workers as messages, sorted by name."""
         now_s = self._clock()
         return [
             pb.RefusedWorker(
@@ -103,8 +103,8 @@ class Refusals:
         ]
 
     def sentence(self) -> str:
-        """Return the sentence about refused workers for the reason of a waiting run; "" for
-        none."""
+        """Return the sentence about refused workers for the reason of a waiting run; "" if there
+        are none."""
         told = self._sorted()
         parts = [
             f"{each.worker_id}{each.address and f' at {each.address}'} asked and was refused: "
@@ -119,7 +119,7 @@ class Refusals:
         return [self._refused[name] for name in sorted(self._refused)]
 
     def _keep_room(self) -> None:
-        """Forget the oldest entry of the caller with the most entries."""
+        """Drop the oldest entry of the caller with the most, if there are too many."""
         if len(self._refused) <= MAX_REFUSED:
             return
         [(owner, _)] = Counter(each.owner for each in self._refused.values()).most_common(1)
@@ -139,7 +139,7 @@ def _clipped(text: str, max_chars: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StalledPlan:
-    """A plan that makes no progress; see Stall in worker.proto."""
+    """A worker's plan that has stalled: it makes no progress; see Stall in worker.proto."""
 
     worker_id: str
     seconds: float
@@ -150,13 +150,13 @@ class StalledPlan:
 
 @dataclass(slots=True)
 class StalledPlans:
-    """The plans that make no progress now, by run."""
+    """The plans that make no progress now, keyed by run."""
 
     _of_run: dict[RunId, dict[Hashable, StalledPlan]] = field(default_factory=dict)
 
     def note(self, run_id: RunId, plan: Hashable, worker_id: str, stall: worker_pb2.Stall) -> bool:
-        """Take in a worker's report about a plan; without seconds it makes progress, or has ended.
-        Return True if it is stalled."""
+        """Record a worker's report about a plan; without seconds, the plan makes progress or has
+        ended. Return True if the plan is stalled."""
         plans = self._of_run.setdefault(run_id, {})
         plans.pop(plan, None)
         is_stalled = 0 < stall.seconds < float("inf")
@@ -168,8 +168,8 @@ class StalledPlans:
         return is_stalled
 
     def sentence(self, run_id: RunId, *, is_secret: bool = False) -> str:
-        """Return the sentence about a run; "" if no plan is stalled. is_secret: nobody may read
-        which workers have plans."""
+        """Return the sentence about a run's stalled plans; "" if there are none. is_secret: the
+        sentence names no worker, as nobody may read which workers have plans."""
         plans = self._of_run.get(run_id, {}).values()
         if plans and is_secret:
             longest_s = max(plan.seconds for plan in plans)
@@ -178,7 +178,7 @@ class StalledPlans:
 
 
 def sentence_of(plans: Collection[StalledPlan]) -> str:
-    """Return the sentence about the stalled plans of a run, of which there is at least one."""
+    """Return a sentence about the stalled plans of a run; there must be at least one."""
     own = [plan for plan in plans if not plan.awaits] or plans
     first, num_more = max(own, key=lambda plan: plan.seconds), len(own) - 1
     told = f"{first.worker_id} has been at {first.activity} for over {_span(first.seconds)}"

@@ -38,7 +38,7 @@ FROM_WORKERS = (
     *("RegisterWorker", "Heartbeat", "HeartbeatStream", "Leave"),
     *("Rendezvous", "Suspect", "Relay"),
 )
-"""The calls that keep workers alive, to which no limit on the number of calls applies."""
+"""Calls that keep workers alive, and are exempt from the limit on the number of calls."""
 EXIT_FENCED = 3
 
 log = structlog.get_logger()
@@ -115,7 +115,7 @@ async def _serve_calls(
 
 
 def _dialled(bound: str) -> str:
-    """Return the HOST:PORT at which others reach a listener on this address."""
+    """Return the HOST:PORT at which others reach a listener that is bound to this address."""
     host, port = split_address(bound)
     return f"{dialled_host(host)}:{port}"
 

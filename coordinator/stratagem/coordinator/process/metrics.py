@@ -191,7 +191,7 @@ _COUNTED: Final = (
 
 
 class CoordinatorMonitor:
-    """The metrics of one coordinator process; `app` is set once it leads."""
+    """The metrics of one coordinator process; `app` is set once the process leads."""
 
     def __init__(self, settings: Settings, now: Callable[[], float] = time.monotonic) -> None:
         self.app: App | None = None
@@ -199,10 +199,10 @@ class CoordinatorMonitor:
         self.process = ProcessStats(settings, CallStats(methods_of(service)))
         self._settings, self._now = settings, now
         self._not_running: Mapping[RunId, float] = {}
-        """The time at which each run that is not running was first seen so."""
+        """The time since which each run has been found in another phase than RUNNING."""
 
     def served(self, host: str) -> AbstractAsyncContextManager[str]:
-        """Serve the metrics on `--metrics-port`, if it is set."""
+        """Return a context manager that serves the metrics on `--metrics-port`, if it is set."""
         return metrics_served(
             self.sample,
             self.process.lag,
@@ -214,8 +214,8 @@ class CoordinatorMonitor:
         )
 
     def sample(self) -> Callable[[], Readings]:
-        """Take the values that only the event loop may read, and return a function that makes all
-        readings. Call it on the event loop."""
+        """Take the readings that need the event loop, and return a function that yields all
+        readings in any thread. Call it on the event loop."""
         app = self.app
         held = list(_waiting() if app is None else _held(app))
         return lambda: self._readings(app, held)
@@ -259,7 +259,7 @@ class CoordinatorMonitor:
 
 
 def _held(app: App) -> Iterator[tuple[Metric, Values]]:
-    """Yield the readings that only the event loop may take."""
+    """Yield the readings that may be taken only on the event loop."""
     loop, supervisor = app.loop, app.supervisor
     yield LEASE_HELD, one(float(app.entrance.is_open))
     yield LEASE_AGE, one(time.monotonic() - loop.renewed_s)
@@ -316,13 +316,13 @@ def _phases(state: CoordinatorState) -> Mapping[RunId, RunPhase]:
 
 
 def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:
-    """Count the runs in each phase, phases without runs included."""
+    """Return the number of runs per phase, 0 for phases without runs."""
     counts = Counter(phases.values()) + Counter(state.ended.phases)
     return {(phase.value,): counts[phase] for phase in RunPhase}
 
 
 def _wanted(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> int:
-    """Count the workers that runs have work for."""
+    """Return the number of workers for which runs that have not ended have work."""
     return sum(
         workers_used(state.runs[run_id].job.strategy)
         for run_id, phase in phases.items()

@@ -59,8 +59,8 @@ def main() -> None:
 
 
 def restore(settings: RestoreSettings) -> tuple[int, int]:
-    """Write the backup to the places in the settings, and return the term of the journal and the
-    number of blobs. Raises ConflictError if there is a journal with events."""
+    """Restore the backup to the places in the settings; return the term of the journal and the
+    number of blobs. Raises InvalidInputError or ConflictError if the journal has events already."""
     folder, data_dir = settings.folder, settings.data_dir
     digests = _digests(folder / "backup.json")
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _digests(path: Path) -> list[Digest]:
 
 
 def _is_stored(blobs: BlobStore, digest: Digest) -> bool:
-    """Return True if a blob is stored and undamaged, after reading it."""
+    """Return True if a blob is stored, and can be read without damage."""
     if not blobs.exists(digest):
         return False
     try:
@@ -139,7 +139,7 @@ def _put(blobs: BlobStore, digest: Digest, path: Path) -> bool:
 
 
 def _put_leaves(blobs: LeafBlobs, digest: Digest, path: Path) -> None:
-    """Store a state that was in leaves in leaves again."""
+    """Store a state of the backup in leaves, as in the store that was backed up."""
     damaged = IntegrityError(f"{path} is damaged: its bytes have another digest")
     try:
         manifest, start = read_header(path, blobs.limits)

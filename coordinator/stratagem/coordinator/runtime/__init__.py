@@ -1,1 +1,1 @@
-"""The runtime surrounds the core: the command loop, effect supervision, leases and links."""
+"""The runtime around the core: command loop, tasks of effects, leases, and links to workers."""

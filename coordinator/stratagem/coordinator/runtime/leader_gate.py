@@ -1,4 +1,4 @@
-"""Admit calls only while this coordinator leads, and refuse all of them before and after.
+"""A gate that admits calls only while this coordinator leads, and refuses all others.
 
 A server starts with its gate shut: each call is refused with the reason, and with the leader's
 address if the lease names it. Health reports the same: "" is SERVING while the gate is open; LIVE
@@ -26,10 +26,10 @@ log = structlog.get_logger()
 
 
 class LeaderGate(grpc.GenericRpcHandler):
-    """The CoordinatorService of a server that is started before this coordinator leads."""
+    """The gRPC entry of a coordinator: serves calls while it leads, and refuses all others."""
 
     def __init__(self, address: str, health: HealthService) -> None:
-        """Set up shut; address: host:port at which others reach this coordinator."""
+        """Set up with the gate shut; address: host:port at which others reach this coordinator."""
         self.address = address
         self._health = health
         self._refusing = _handlers_of(_Refusing(self))
@@ -44,36 +44,36 @@ class LeaderGate(grpc.GenericRpcHandler):
 
     @property
     def is_open(self) -> bool:
-        """Return True while this coordinator leads, as far as it knows, and serves."""
+        """Return True if the gate is open: this coordinator leads, as far as it knows."""
         return self._is_open
 
     async def open(
         self, servicer: coordinator_pb2_grpc.CoordinatorServiceServicer | None = None
     ) -> None:
-        """Admit calls, to this servicer or to the previous one."""
+        """Admit calls, to this servicer or, by default, to the previous one."""
         if servicer is not None:
             self._serving = _handlers_of(servicer)
         self._leader, self._is_open = None, True
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def shut(self, reason: str) -> None:
-        """Refuse all calls from now on, until the gate is opened again."""
+        """Refuse all calls with this reason until the gate is opened again."""
         log.info("serving no one", reason=reason)
         self._reason, self._is_open = reason, False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def say(self, reason: str) -> None:
-        """Set the reason that refusals give, such as the present work of this coordinator."""
+        """Set the reason that refusals give, such as the coordinator's current start-up step."""
         self._reason, self._leader = reason, None
 
     def note_leader(self, seen: Lease) -> None:
-        """Record that another coordinator leads. May be called from any thread."""
+        """Record that another coordinator leads, for later refusals. Thread-safe."""
         if seen.holder != self._leader and seen.holder is not None:
             log.info("standing by", leader=seen.holder.name, address=seen.holder.address)
         self._leader = seen.holder
 
     def refusal(self) -> StandbyError:
-        """Return the error that says why a call is refused now."""
+        """Return the error with which a call is refused now."""
         leader = self._leader
         if leader is None:
             return StandbyError(f"the coordinator at {self.address} {self._reason}")
@@ -89,7 +89,7 @@ class LeaderGate(grpc.GenericRpcHandler):
 
 
 class _Refusing:
-    """A servicer that raises the refusal from every method."""
+    """A servicer whose every method raises the refusal."""
 
     def __init__(self, entrance: LeaderGate) -> None:
         async def refuse(_request: object, _context: object) -> object:
@@ -105,7 +105,7 @@ class _Refusing:
 
 
 class _Collector:
-    """A stand-in for a server that keeps the handlers which the generated code would add to one."""
+    """A stand-in for a gRPC server that only collects the handlers of generated code."""
 
     handler: grpc.GenericRpcHandler
 
@@ -113,7 +113,7 @@ class _Collector:
         (self.handler,) = handlers
 
     def add_registered_method_handlers(self, _service: str, _handlers: object) -> None:
-        """Ignore the handlers, which the generic handler has, too."""
+        """Ignore these handlers: the generic handler has them, too."""
 
 
 def _handlers_of(servicer: Any) -> grpc.GenericRpcHandler:

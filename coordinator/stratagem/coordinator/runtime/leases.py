@@ -1,9 +1,9 @@
-"""The leases of the workers, which heartbeats renew and one timer expires; they are never
-journaled.
+"""The leases of the workers: heartbeats renew them, one timer expires them, and nothing journals
+them.
 
-Only the loss that an expired lease leads to is a fact. When a coordinator takes over, every worker
-that is alive according to the journal gets a full ttl. Nothing expires while no coordinator leads,
-nor while this process is frozen, because the leader's clock leaves that time out.
+Only the loss of a worker after its lease expires is a fact. When a coordinator takes over, every
+worker that is alive according to the journal gets a full ttl. Nothing expires while no coordinator
+leads, nor while this process is frozen, because the leader's clock leaves that time out.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from stratagem.v1 import coordinator_pb2 as pb
 # each one beats less often, and the leases grow with the interval. The rule is a pure function.
 
 BEATS_PER_S: Final = 500.0
-"""The most beats of all workers together; with more, the interval grows."""
+"""The most heartbeats per second of all workers together; with more workers the interval grows."""
 LONGEST_INTERVAL_S: Final = 10.0
-"""The longest interval that the number of workers alone leads to."""
+"""The upper bound on how far a large number of workers stretches the heartbeat interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPace:
-    """The interval of a worker's beats, and the silence after which it is lost; both in seconds."""
+    """A worker's heartbeat interval, and the silence after which it counts as lost; in seconds."""
 
     interval_s: float
     ttl_s: float
@@ -48,19 +48,20 @@ class HeartbeatPace:
 
 @dataclass(frozen=True, slots=True)
 class PaceRule:
-    """The pace of a few workers, from which the pace of many follows; both in seconds."""
+    """The rule for the heartbeat pace: values for a few workers, from which those for many follow;
+    in seconds."""
 
     shortest_s: float
     ttl_s: float
 
     def of(self, num_alive: int) -> HeartbeatPace:
-        """Return the pace for a number of workers. A lease outlives as many late beats, and late
-        seconds, as with a few workers."""
+        """Return the pace for a number of live workers. A longer interval makes leases longer, too,
+        so that a lease survives as many late heartbeats as with a few workers."""
         many_s = min(num_alive / BEATS_PER_S, LONGEST_INTERVAL_S)
         return self.pace(max(self.shortest_s, many_s))
 
     def pace(self, interval_s: float) -> HeartbeatPace:
-        """Return the pace with an interval that is at least the shortest one."""
+        """Return the pace with this heartbeat interval, which is at least the shortest one."""
         more_s = interval_s - self.shortest_s
         return HeartbeatPace(interval_s, self.ttl_s + HEARTBEATS_PER_TTL * more_s)
 
@@ -69,7 +70,7 @@ class PaceRule:
 
 
 class _Lease(NamedTuple):
-    """The time of the last beat, in leader time, and the silence that the lease outlives."""
+    """A lease: the leader time of the last heartbeat, and the silence after which it expires."""
 
     beat_s: float
     ttl_s: float
@@ -87,26 +88,26 @@ class Leases:
         lose: Callable[[Member, str, float], Awaitable[object]],
         on_drop: Callable[[Member], None] = lambda _member: None,
     ) -> None:
-        """Set up without leases; clock: leader time; lose: called with each member whose lease has
-        expired, the reason and the seconds since its last beat; on_drop: called with each member
-        whose lease ends, for whatever reason."""
+        """Set up without leases. clock: leader time. lose: called with a member whose lease has
+        expired, the reason, and the seconds since its last heartbeat. on_drop: called when any
+        lease ends."""
         self.rule = rule
         self._clock = clock
         self._lose = lose
         self._on_drop = on_drop
         self._leases: dict[Member, _Lease] = {}
         self._planned_s = -math.inf
-        """Leader time of the next look at the leases."""
+        """The leader time at which the leases are checked next."""
         self._sooner = asyncio.Event()
         self._is_deaf = False
 
     @property
     def pace(self) -> HeartbeatPace:
-        """Return the present interval of beats and length of leases."""
+        """Return the current heartbeat interval and lease length."""
         return self.rule.of(len(self._leases))
 
     def grant(self, members: Iterable[Member], ttl_s: float) -> None:
-        """Give each of these members a lease from now."""
+        """Give each of these members a new lease that starts now."""
         for member in members:
             self._set(member, ttl_s)
 
@@ -115,37 +116,36 @@ class Leases:
         self._is_deaf = True
 
     def resume(self) -> None:
-        """Expire leases again, with a full ttl for each from now."""
+        """Expire leases again; each starts anew with its full ttl."""
         self._is_deaf = False
         for member, lease in list(self._leases.items()):
             self._set(member, lease.ttl_s)
         self._sooner.set()
 
     def renew(self, member: Member, ttl_s: float) -> bool:
-        """Renew a member's lease. Return False if the member holds none (any more)."""
+        """Renew a member's lease; return False if the member has none (any more)."""
         if member not in self._leases:
             return False
         self._set(member, ttl_s)
         return True
 
     def drop(self, member: Member) -> None:
-        """End the lease of a member that is lost or was replaced; its later beats are ignored."""
+        """End the lease of a member that was lost or replaced; its later heartbeats are ignored."""
         self._leases.pop(member, None)
         self._on_drop(member)
 
     def silent_s(self, member: Member) -> float | None:
-        """Return the seconds since the member's last beat; None without a lease."""
+        """Return the seconds since the member's last heartbeat; None if it has no lease."""
         lease = self._leases.get(member)
         return None if lease is None else self._clock() - lease.beat_s
 
     def longest_silence_s(self) -> float:
-        """Return the seconds since the last beat of the member silent for longest; 0 without
-        members."""
+        """Return the seconds since the oldest last heartbeat of any member; 0 without members."""
         now_s = self._clock()
         return now_s - min((lease.beat_s for lease in self._leases.values()), default=now_s)
 
     async def expire(self) -> None:
-        """Watch for leases that run out, until cancelled."""
+        """Watch for expired leases and report them as lost, until cancelled."""
         while True:
             expired = self._expired()
             for member, _ in expired:
@@ -169,8 +169,8 @@ class Leases:
             self._sooner.set()
 
     async def _until_next(self) -> None:
-        """Wait until the first lease ends, or one that ends sooner is granted, so that thousands of
-        registrations and beats wake nobody."""
+        """Sleep until the first lease expires, or a lease that ends sooner is granted; renewals do
+        not wake this task."""
         self._sooner.clear()
         ends = () if self._is_deaf else self._leases.values()
         self._planned_s = min((lease.end_s for lease in ends), default=math.inf)
@@ -192,9 +192,9 @@ class Leases:
 # lease decides.
 
 LEAST_GAP_S: Final = 0.05
-"""Beats that come faster wait, in the end at their sender."""
+"""The minimum gap between two heartbeats of a stream; faster ones are delayed by flow control."""
 LASTS_S: Final = 900.0
-"""The longest life of a stream: the next one uses a connection with the newest certificate."""
+"""The maximum life of a stream, so that the next one connects with the newest certificate."""
 
 Receive = Callable[[], Awaitable[pb.HeartbeatStreamRequest | None]]
 Send = Callable[[pb.HeartbeatStreamResponse], Awaitable[None]]
@@ -204,8 +204,8 @@ _jitter: Final = random.Random()
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The messages of one call. check_caller: raises if the caller's identity is no longer
-    valid."""
+    """The two ends of one heartbeat call: receive and send. check_caller: raises if the caller's
+    identity is no longer valid."""
 
     receive: Receive
     send: Send
@@ -218,7 +218,7 @@ class _Stream:
     for_run: RunId
     send: Send
     interval_s: float
-    """The interval that the worker was told last."""
+    """The heartbeat interval that the worker was sent last."""
     limit: asyncio.Timeout
     num_beats: int = 0
     is_draining: bool = False
@@ -227,14 +227,14 @@ class _Stream:
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def end(self, why: Exception | None) -> None:
-        """End the call, wherever it waits, with OK or with an error."""
+        """End the call, whatever it is waiting for: with OK, or with the error `why`."""
         if not self.has_ended:
             self.has_ended, self.why = True, why
             self.limit.reschedule(asyncio.get_running_loop().time())
 
 
 class HeartbeatStreams:
-    """The streams that are open to this coordinator. Lives on the event loop."""
+    """The heartbeat streams that workers keep open. Not thread-safe: runs on the event loop."""
 
     def __init__(
         self,
@@ -246,8 +246,8 @@ class HeartbeatStreams:
         *,
         lasts_s: float = LASTS_S,
     ) -> None:
-        """Set up without streams; is_over: returns True for a run that has ended or is not known;
-        drain: called once a worker says on a stream that it drains."""
+        """Set up without streams. is_over: returns True if a run has ended or is unknown. drain:
+        called when a worker announces that it is draining."""
         self._leases, self._term, self._drain = leases, term, drain
         self._is_over, self._is_known = is_over, is_known
         self._lasts_s = lasts_s
@@ -257,13 +257,13 @@ class HeartbeatStreams:
 
     @property
     def num_open(self) -> int:
-        """Return the number of streams that are open."""
+        """Return the number of open streams."""
         return len(self._streams)
 
     async def serve(
         self, member: Member, for_run: RunId, first: pb.HeartbeatStreamRequest, wire: Wire
     ) -> None:
-        """Take the beats of a worker until either side ends the call, from its first message on.
+        """Receive a worker's heartbeats, first message included, until either side ends the call.
 
         Raises NotFoundError once the worker is not registered (any more).
         """
@@ -283,22 +283,22 @@ class HeartbeatStreams:
                 raise stream.why from None
 
     def end(self, member: Member) -> None:
-        """End the stream of a member that holds no lease any more."""
+        """End the stream of a member that has no lease any more."""
         if member in self._streams:
             self._streams[member].end(_unknown(member))
 
     def end_all(self, why: Exception) -> None:
-        """End all streams with an error; the workers find out who leads."""
+        """End all streams with an error; the workers then find out who leads."""
         for stream in list(self._streams.values()):
             stream.end(why)
 
     def tell_released(self, run_id: RunId) -> None:
-        """Tell the workers that were started for a run that it is over."""
+        """Tell the workers that were started for this run that the run is over."""
         for stream in self._for_run.get(run_id, ()):
             self._chores.do(self._push(stream), f"release {stream.member.worker_id}")
 
     async def close(self) -> None:
-        """End all streams, since this coordinator ends."""
+        """End all streams because this coordinator shuts down."""
         self.end_all(UnavailableError("this coordinator ends"))
         await self._chores.close()
 

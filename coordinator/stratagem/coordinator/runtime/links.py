@@ -1,4 +1,4 @@
-"""The coordinator's connections to workers: one link per start of a worker, for all calls to it.
+"""The coordinator's connections to workers: one link per process of a worker, for all calls to it.
 
 A link owns a channel and turns status codes into errors of common/base/errors.py. Nothing else in
 the coordinator dials a worker. A tunnelled worker is dialled through the hub of its streams, which
@@ -38,7 +38,7 @@ _MAX_TROUBLE_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class WorkerSession:
-    """A session of a party on a worker, at the membership of the calls about it."""
+    """A session of a party on a worker, as of one membership: the address of session calls."""
 
     member: Member
     run_id: RunId
@@ -47,25 +47,25 @@ class WorkerSession:
 
     @property
     def ref(self) -> types_pb2.SessionRef:
-        """Return the name by which the worker knows the session."""
+        """Return the message that identifies the session to the worker."""
         return session(self.run_id, self.party)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCalls:
-    """Calls that request one snapshot."""
+    """Makes GetState calls for one snapshot, each from an offset on."""
 
     link: "WorkerLink"
     request: worker_pb2.GetStateRequest
-    """The request without an offset and a place."""
+    """The request; each call adds an offset and this process's place."""
 
     def __call__(self, offset: int) -> grpc.aio.UnaryStreamCall[Any, Any]:
-        """Request the snapshot from an offset on."""
+        """Request the snapshot from a byte offset on."""
         return self._call(offset, "")
 
     def near(self, take: Take) -> Near | None:
-        """Return the way to read the snapshot from a file of the worker; None if it is
-        elsewhere."""
+        """Return the means to read the snapshot from a local file of the worker; None if it is on
+        another machine."""
         if not self.link.place:
             return None
         return Near(lambda: self._call(0, self.link.place), take, self.link.leave)
@@ -81,11 +81,11 @@ class WorkerLink:
     def __init__(
         self, member: Member, address: str, term: int, proof: Proof, relay: RelayHub
     ) -> None:
-        """Open the channel; address: host:port of the worker; "": its tunnel leads to it."""
+        """Open the channel; address: host:port of the worker, or "" to use its tunnel."""
         self.member = member
         self.address = address
         self.is_near = is_loopback(address.rpartition(":")[0])
-        """True if the worker is on this machine, and may read files that are open here."""
+        """True if the worker is on this machine, so that it may read files that are open here."""
         self._proof = proof
         self._term = term
         self._relay = relay
@@ -96,23 +96,23 @@ class WorkerLink:
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def leave(self) -> None:
-        """Offer the worker no files any more, and read none of its files: that does not work
-        here."""
+        """Stop sharing files with the worker, since that does not work on this machine."""
         self.is_near = False
 
     @property
     def place(self) -> str:
-        """Return the place of this process for a worker that may name files to be read; else ""."""
+        """Return this process's place, so that a near worker may offer local files; else ""."""
         return place() if self.is_near else ""
 
     def fence(self, membership: int) -> types_pb2.Fence:
-        """Return the term and the membership that this coordinator believes to be current."""
+        """Return the fence for a call: this coordinator's term, and the membership."""
         return types_pb2.Fence(term=self._term, membership=membership)
 
     async def execute(
         self, request: worker_pb2.ExecuteRequest
     ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
-        """Yield the messages of an execution. Raises UnavailableError if the stream breaks."""
+        """Execute a plan, and yield the worker's messages. Raises UnavailableError if the stream
+        breaks."""
         call = self.stub.Execute(request)
         try:
             async for response in call:
@@ -124,12 +124,11 @@ class WorkerLink:
         raise UnavailableError(f"worker {self.member.worker_id} ended the stream early")
 
     async def answers(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-        """Return True if exactly this start of the worker answers at its address."""
+        """Return True if exactly this process of the worker answers at its address."""
         return not await self.trouble(timeout_s)
 
     async def trouble(self, timeout_s: float) -> str:
-        """Return why this start of the worker does not answer at its address, in gRPC's words; ""
-        if it does."""
+        """Return why this worker process does not answer, in gRPC's words; "" if it answers."""
         try:
             described = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -140,8 +139,7 @@ class WorkerLink:
         return "" if is_same else "another worker process answers there"
 
     async def why_silent(self) -> str:
-        """Return why a worker does not answer, if its identity or its tunnel is the reason; else
-        ""."""
+        """Return the reason why a worker is silent if it is its identity or its tunnel; else ""."""
         if not self.address:
             return self._relay.silence(self.member)
         proof, name = self._proof, self.member.worker_id
@@ -150,14 +148,14 @@ class WorkerLink:
     async def close_session(
         self, run_id: RunId, session: types_pb2.SessionRef | None = None
     ) -> None:
-        """Have the worker forget one session of a run, or without one the run with its blobs.
-        Raises if the worker does not answer."""
+        """Have the worker forget a session of a run, or, without a session, the whole run with its
+        blobs. Raises if the worker does not answer."""
         fence = self.fence(0)
         request = worker_pb2.CloseSessionRequest(fence=fence, run_id=run_id, session=session)
         await _answered(self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S))
 
     async def abort(self, at: WorkerSession) -> None:
-        """Have the worker end the work in a session."""
+        """Have the worker abort the work in a session."""
         request = worker_pb2.AbortRequest(
             fence=self.fence(at.membership), session=at.ref, reason="no longer needed"
         )
@@ -166,8 +164,9 @@ class WorkerLink:
     def snapshot(
         self, at: WorkerSession, number: int, base: str = "", *, of_mirror: bool = False
     ) -> "SnapshotCalls":
-        """Return the calls that request a snapshot of a session; base: the name of one whose bytes
-        are here. of_mirror: request that of the member before this one."""
+        """Return the calls that pull a snapshot of a session. base: the name of a snapshot whose
+        bytes are stored here. of_mirror: pull the mirror of the previous member's snapshot
+        instead."""
         request = worker_pb2.GetStateRequest(
             fence=self.fence(at.membership),
             session=at.ref,
@@ -180,15 +179,15 @@ class WorkerLink:
     def outputs(
         self, at: WorkerSession, number: int
     ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
-        """Return a function that requests the outputs that a session has kept at the end of a
-        segment, from an offset on."""
+        """Return a function that requests, from an offset on, the outputs that a session kept at
+        the end of a segment."""
         return self._request_from(at, outputs=number)
 
     def kept(
         self, at: WorkerSession, number: int
     ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
-        """Return a function that requests the parts that a member alone had at the end of a
-        segment, from an offset on."""
+        """Return a function that requests, from an offset on, the parts that only this member had
+        at the end of a segment."""
         return self._request_from(at, kept=number)
 
     def _request_from(
@@ -208,7 +207,7 @@ class WorkerLink:
 
 
 class Links:
-    """The links that are open, by member."""
+    """The open links, one per member."""
 
     def __init__(self, term: int, relay: RelayHub, proof: Proof = PLAINTEXT) -> None:
         self._term = term
@@ -217,8 +216,7 @@ class Links:
         self._links: dict[Member, WorkerLink] = {}
 
     def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
-        """Return the link to a member. Raises UnavailableError if this start of its worker is
-        gone."""
+        """Return the link to a member. Raises UnavailableError if its process is gone."""
         if not is_alive(member, state):
             raise UnavailableError(f"worker {member.worker_id} is lost")
         record = state.workers[member.worker_id]
@@ -232,7 +230,7 @@ class Links:
         return WorkerLink(member, address, self._term, self._proof, self._relay)
 
     def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
-        """Forget the links to members that are gone and return them; the caller closes them."""
+        """Remove and return the links to members that are gone, for the caller to close."""
         lost = [member for member in self._links if not is_alive(member, state)]
         return [self._links.pop(member) for member in lost]
 
@@ -244,14 +242,14 @@ class Links:
 
 
 def is_alive(member: Member, state: CoordinatorState) -> bool:
-    """Return True if this start of a worker is registered, and not known to be lost."""
+    """Return True if this process of a worker is registered, and not known to be lost."""
     record = state.workers.get(member.worker_id)
     return record is not None and record.member == member and record.is_alive
 
 
 class _TunnelChannel(DelegatingChannel):
-    """A channel whose calls raise UnavailableError at once while the worker keeps no tunnel open:
-    gRPC would only say that a socket was closed."""
+    """A channel whose calls raise UnavailableError at once while the worker has no open tunnel:
+    gRPC would only report a closed socket."""
 
     def __init__(self, inner: grpc.aio.Channel, check_open: Callable[[], None]) -> None:
         self._inner, self._check_open = inner, check_open
@@ -270,7 +268,7 @@ class _TunnelChannel(DelegatingChannel):
 
 
 def _how_silent(error: grpc.aio.AioRpcError, timeout_s: float) -> str:
-    """Return the helpful part of gRPC's text about a failed call."""
+    """Return the useful part of gRPC's error text about a failed call."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer within {timeout_s:g} s"
     details = error.details() or error.code().name
@@ -289,7 +287,7 @@ async def _answered(call: Awaitable[object]) -> None:
 
 
 def session(run_id: RunId, party: str) -> types_pb2.SessionRef:
-    """Return the name of a session on a worker."""
+    """Return the message that identifies a party's session on a worker."""
     return types_pb2.SessionRef(run_id=run_id, party=party)
 
 
@@ -312,7 +310,8 @@ NUM_KEPT: Final = 4
 
 
 class SharedFrames:
-    """The frames of the range that `source` reads, which is total_bytes long."""
+    """The frames of a file range of total_bytes, shared by receivers that read them at about the
+    same time."""
 
     def __init__(
         self,
@@ -321,8 +320,8 @@ class SharedFrames:
         check: Callable[[int, bytes], None],
         offer: Callable[[], tensor_pb2.OpenFile | None],
     ) -> None:
-        """Set up without reading; check: called with the offset and bytes of each new frame. offer:
-        returns the open file for receivers that read it themselves while this object lives."""
+        """Set up without reading. check: called with the offset and bytes of each new frame. offer:
+        returns the open file for receivers that read the file themselves."""
         self.offer = offer
         self._source = source
         self._check = check
@@ -330,7 +329,7 @@ class SharedFrames:
         self._kept: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # (frame, bytes of data)
 
     def __call__(self, offset: int) -> Iterator[bytes]:
-        """Yield the frames from an offset on."""
+        """Yield the frames from a byte offset on."""
         pieces: Iterator[bytes] | None = None  # stands at the offset, or is not open
         while offset < self._total_bytes:
             made = self._kept.get(offset)

@@ -47,15 +47,15 @@ from stratagem.coordinator.store.step_history import HistoryRow
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
-"""The most commands in one transaction, which bounds the wait of the first one."""
+"""The most commands in one transaction; this bounds the wait of the first command."""
 
 SUMMED_UP_FACTS = 50_000
 SUMMED_UP_CLUSTER = 5000
-"""The number of facts of the cluster at which they are summed up. A takeover reads at most so many,
-and one transaction deletes them."""
+"""The number of cluster facts after which they are replaced by a summary. This bounds how many a
+takeover reads, and one transaction deletes."""
 SUMMED_UP_RUNS = 500
-"""During replay, ended runs are summarized after every so many facts, or runs, so that an
-interrupted replay keeps its summaries."""
+"""The number of facts (or of runs) after which replay summarizes ended runs, so that an interrupted
+replay keeps its progress."""
 
 log = structlog.get_logger()
 
@@ -69,12 +69,11 @@ class _Ask:
 
 @dataclass(slots=True)
 class _Batch:
-    """The facts of one transaction, the state that they lead to, and the answers to its
-    commands."""
+    """The facts of one transaction, the state after them, and the answers to its commands."""
 
     state: CoordinatorState
     num_of_cluster: int
-    """The number of facts of the cluster, which no run counts."""
+    """The number of facts of the cluster itself, which belong to no run."""
     committed: list[Committed] = field(default_factory=list)
     histories: list[HistoryRow] = field(default_factory=list)
     answers: list[tuple[_Ask, tuple[JournalEntry, ...] | StratagemError]] = field(
@@ -96,41 +95,40 @@ class Loop:
         self.state = CoordinatorState(strategies)
         self._agenda = Agenda(self.state)
         self.world = self._agenda.world
-        """The view of the same state that strategies may read."""
+        """The read-only view of the same state that strategies get."""
         self.term = lead.term
         self.clock = LeaderClock(lead.last_time_s)
         self.recorded = Recorded(journal, lead.term)
         self._queue: asyncio.Queue[_Ask] = asyncio.Queue()
         self._in_hand: list[_Ask] = []
         self._between = asyncio.Lock()
-        """Held while a batch is decided and written."""
+        """A lock that is held while a batch is decided and written."""
         self._has_ended = False
         self._num_of_cluster = 0
         self._num_summed_up = 0
-        """The facts of the cluster up to its summary, which takes the places of the last of
-        them."""
+        """The number of cluster facts that the latest summary covers."""
         self._is_summing_up = False
         self._deadline: asyncio.TimerHandle | None = None
         self.facts: Counter[str] = Counter()
-        """Facts journaled since the start, by kind."""
+        """The number of facts journaled since the start, per kind."""
         self.append_seconds = Durations(APPEND_BOUNDS_S)
         self.renewed_s = time.monotonic()
         """Monotonic time at which the lead was last confirmed."""
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of commands that wait to be decided."""
+        """Return the number of commands waiting to be decided."""
         return self._queue.qsize()
 
     @property
     def cluster_is_long(self) -> bool:
-        """Return True if the facts of the cluster must be summed up, and are not being so."""
+        """Return True if the cluster's facts need a new summary and none is being made."""
         num_facts = self._num_of_cluster - self._num_summed_up
         return num_facts >= SUMMED_UP_CLUSTER and not self._is_summing_up
 
     async def sum_up_cluster(self) -> None:
-        """Replace the facts of the cluster, up to the newest durable one, by their summary. Commits
-        wait for the transaction, and not for the making of the summary."""
+        """Replace the cluster's facts, up to the newest durable one, by a summary. Commits wait for
+        the transaction only, not for making the summary."""
         if self._is_summing_up or not self._num_of_cluster:
             return  # an older summary must not come after a newer one
         self._is_summing_up = True
@@ -178,7 +176,7 @@ class Loop:
         log.info("journal replayed", **counts, term=self.term)
 
     def _folded(self, facts: list[Committed]) -> list[Committed]:
-        """Fold facts that were read back, and return them with their numbers for readers."""
+        """Apply facts that were read back; return them with the numbers that readers see."""
         folded = []
         for item in facts:
             run_id = item.entry.run_id
@@ -195,8 +193,8 @@ class Loop:
         return folded
 
     async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
-        """Summarize the ended ones of these runs, whose facts were all read, and forget those whose
-        deletion was under way."""
+        """Summarize the runs among these that have ended, and finish interrupted deletions of runs.
+        All facts of these runs have been read."""
         ended = _at_rest(self.state, self.world, walls_s)
         await self.recorded.append((), ended)
         self.state = put_to_rest(self.state, [run for run, _ in ended])
@@ -207,10 +205,10 @@ class Loop:
     async def submit(
         self, command: Command, histories: Sequence[HistoryRow] = ()
     ) -> tuple[JournalEntry, ...]:
-        """Have a command decided, and return the durable facts that it led to. Raises the error of
-        a refusal, and CancelledError once the loop has ended.
+        """Submit a command for decision; return the durable facts that it led to. Raises the error
+        of a refusal, and CancelledError once the loop has ended.
 
-        histories: written with the facts, if any, and part of no decision.
+        histories: written with the facts, if there are any; they affect no decision.
         """
         ask = _Ask(command, asyncio.get_running_loop().create_future(), histories)
         self._queue.put_nowait(ask)
@@ -222,7 +220,7 @@ class Loop:
             del ask  # an error that is its answer has this frame
 
     async def snapshot(self) -> tuple[Snapshot, CoordinatorState]:
-        """Return the journal between two batches, and the state that its facts lead to."""
+        """Return a snapshot of the journal between two batches, and the state after its facts."""
         async with self._between:
             return await self.recorded.snapshot(), self.state
 
@@ -333,7 +331,7 @@ class Loop:
         self._arm_deadline()
 
     def _arm_deadline(self) -> None:
-        """Wake the loop when a deadline of some run has passed."""
+        """Set a timer that wakes the loop when the next deadline of any run has passed."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -348,8 +346,8 @@ class Loop:
 
 
 def _shown_index(before: RunRecord | EndedRun | None, now: RunRecord | EndedRun | None) -> int:
-    """Return the number of a fact for readers; -1 if it is hidden. before, now: its run without and
-    with the fact; None: the fact is of the cluster, begins the run or deletes it."""
+    """Return the number under which readers see a fact; -1 if the fact is hidden. before, now: its
+    run without and with the fact; None if it concerns the cluster, begins the run or deletes it."""
     num_shown = 0 if before is None else before.num_shown
     return -1 if now is not None and now.num_shown == num_shown else num_shown
 
@@ -357,7 +355,8 @@ def _shown_index(before: RunRecord | EndedRun | None, now: RunRecord | EndedRun 
 def _at_rest(
     state: CoordinatorState, world: World, walls_s: Mapping[RunId, float]
 ) -> list[tuple[EndedRun, RunView]]:
-    """Return the runs among these that are at rest; walls_s: the time of each run's newest fact."""
+    """Return the runs among these that are at rest, with their views; walls_s: time of each run's
+    newest fact."""
     runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
     summaries = (at_rest(world, run, at_s) for run, at_s in runs)
     return [summary for summary in summaries if summary is not None]
@@ -392,11 +391,12 @@ def _answer(ask: _Ask, answer: tuple[JournalEntry, ...] | StratagemError) -> Non
 # The clock does not read the wall clock and cannot jump.
 
 STEP_S: Final = 0.5
-"""The most seconds between two readings by which the clock advances: the rest was a freeze."""
+"""The most seconds that the clock advances between two readings; a longer gap was a freeze."""
 
 
 class LeaderClock:
-    """A clock of the seconds led since the journal began; a new one is made at every takeover."""
+    """The leader clock: counts seconds of leadership since the journal began; each takeover makes a
+    new one."""
 
     def __init__(self, start_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -404,14 +404,14 @@ class LeaderClock:
         self._seen_s = monotonic()
 
     def now(self) -> float:
-        """Return the leader-clock time, in seconds."""
+        """Return the current leader time, in seconds."""
         seen_s = self._monotonic()
         self._now_s += min(seen_s - self._seen_s, STEP_S)
         self._seen_s = seen_s
         return self._now_s
 
     async def run(self) -> None:
-        """Read the clock often enough that only a freeze is left out, until cancelled."""
+        """Read the clock so often that only freezes are left out, until cancelled."""
         while True:
             self.now()
             await asyncio.sleep(STEP_S / 4)

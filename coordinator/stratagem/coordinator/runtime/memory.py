@@ -1,7 +1,7 @@
 """Collect garbage in small portions, and return free memory to the system between transfers.
 
-Now and then Python's collector looks at every object. With the standing calls of ten thousand
-workers that takes a second, in which nothing is answered, and finds nearly nothing.
+A full collection looks at every object. With the standing calls of ten thousand workers that takes
+a second, in which nothing is answered, and finds nearly nothing.
 """
 
 import asyncio
@@ -20,22 +20,21 @@ from typing import Final
 
 COLLECTION_PAUSE_S: Final = 0.25
 GROWTH: Final = 1.5
-"""Everything is examined when the blocks are so many times those after the last full collection, or
-at the start."""
+"""The growth in memory blocks since the last full collection at which a full one is made again."""
 LEAST_BLOCKS: Final = 500_000
-"""The blocks that a smaller process counts as: it would grow by half with its first workers."""
+"""The minimum of blocks to compare with: a small process grows by half with its first workers."""
 
 
 class Portions:
-    """The collector in portions, with the number of blocks after the last full collection."""
+    """Collects garbage in portions; remembers the block count after the last full collection."""
 
     def __init__(self, num_blocks: Callable[[], int] = sys.getallocatedblocks) -> None:
-        """Set up; num_blocks: returns the number of memory blocks of Python's objects."""
+        """Set up; num_blocks: returns the number of memory blocks allocated by Python."""
         self._num_blocks = num_blocks
         self._num_left = num_blocks()
 
     def collect(self) -> None:
-        """Collect the new objects, or all if the process has grown much, and set them aside."""
+        """Collect recent objects, or all if the process has grown much, and set survivors aside."""
         if self._num_blocks() >= GROWTH * max(self._num_left, LEAST_BLOCKS):
             gc.unfreeze()
             gc.collect()
@@ -47,7 +46,7 @@ class Portions:
 
 @asynccontextmanager
 async def small_portions(pause_s: float = COLLECTION_PAUSE_S) -> AsyncIterator[None]:
-    """Collect in portions inside the context."""
+    """Context manager that collects garbage in small portions meanwhile."""
     task = asyncio.create_task(_collect_in_portions(Portions(), pause_s))
     try:
         yield
@@ -75,7 +74,8 @@ async def rest(
     give_back: Callable[[], object],
     pause_s: float = TRIM_PAUSE_S,
 ) -> None:
-    """Call give_back once in every pause of at least pause_s seconds, until cancelled."""
+    """Call give_back once in every transfer pause of at least pause_s seconds, until cancelled.
+    num_bytes_moved: returns the number of bytes transferred so far."""
     given = seen = num_bytes_moved()
     while True:
         await asyncio.sleep(pause_s)

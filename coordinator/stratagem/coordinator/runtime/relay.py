@@ -1,4 +1,4 @@
-"""Connections to workers that cannot be dialled, over streams that they keep open.
+"""Tunnels: connections to workers that cannot be dialled, over streams that the workers keep open.
 
 A worker behind a firewall opens Relay and waits: its stream is parked. To reach it the coordinator
 dials a private unix socket; the hub takes a parked stream and copies bytes both ways. One stream
@@ -32,25 +32,25 @@ from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.supervisor import Chores
 
 MAX_PARKED: Final = 4
-"""The most streams that one start of a worker may keep parked."""
+"""The most parked streams per worker process."""
 MAX_LIVE: Final = 16
-"""The most connections to one start of a worker that are open or wait for a stream."""
+"""The most connections per worker process that are open or wait for a stream."""
 MAX_STREAMS: Final = 20_000
 """The most streams of all workers together."""
 PARKED_FOR_S: Final = 240.0
-"""The longest time that a stream is parked before it is replaced: address translators forget
-connections that are silent for longer."""
+"""The time after which a parked stream is replaced: NAT drops connections that are silent for
+longer."""
 DIAL_WAIT_S: Final = 10.0
-"""The longest wait of a dial for a stream; gRPC gives a connection 20 s to come about."""
+"""The longest wait of a dialled connection for a stream; gRPC allows 20 s to connect."""
 _ACCEPT_PAUSE_S: Final = 1.0
-"""The pause after a connection that could not be accepted, as without descriptors."""
+"""The pause after a failed accept, for example if file descriptors have run out."""
 
 log = structlog.get_logger()
 
 
 @dataclass(eq=False, slots=True)
 class _Dial:
-    """A dialled connection that waits for a stream."""
+    """A dialled connection that waits for a parked stream."""
 
     connection: socket.socket
     matched: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,16 +58,16 @@ class _Dial:
 
 @dataclass(eq=False, slots=True)
 class _Lot:
-    """The streams of one start of a worker, and the socket at which it is dialled."""
+    """The streams of one worker process, and the socket at which the coordinator dials it."""
 
     member: Member
     path: str
     listener: socket.socket
     emptied_s: float
-    """The time when its last stream ended, or when the lot was made."""
+    """The time when the last stream of the lot ended, or when the lot was made."""
     had_streams: bool = False
     parked: list[asyncio.Future[socket.socket]] = field(default_factory=list)
-    """The parked streams; each gets the connection that it must carry."""
+    """The parked streams; each future receives the connection that its stream must carry."""
     dials: deque[_Dial] = field(default_factory=deque)
     num_live: int = 0
     accepting: asyncio.Task[None] | None = None
@@ -77,8 +77,7 @@ class _Lot:
         return not (self.parked or self.dials or self.num_live)
 
     def match(self) -> None:
-        """Give the newest stream, the likeliest to work, to the dial that has waited for
-        longest."""
+        """Give the newest parked streams, the likeliest to work, to the longest waiting dials."""
         while self.dials and self.parked:
             dial = self.dials.popleft()
             self.num_live += 1
@@ -87,7 +86,7 @@ class _Lot:
 
 
 class RelayHub:
-    """The streams that workers keep open to this coordinator; it lives on the event loop."""
+    """The streams that workers keep open to this coordinator; for the event loop only."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ class RelayHub:
         parked_for_s: float = PARKED_FOR_S,
         dial_wait_s: float = DIAL_WAIT_S,
     ) -> None:
-        """Set up without streams; is_registered: returns True for a start of a worker that runs may
-        use now."""
+        """Set up without streams; is_registered: returns True if runs may use this worker process
+        now."""
         self._is_registered, self._is_on = is_registered, is_on
         self._parked_for_s, self._dial_wait_s = parked_for_s, dial_wait_s
         self._lots: dict[Member, _Lot] = {}
@@ -107,27 +106,26 @@ class RelayHub:
         self._chores = Chores()
         self._num_streams = 0
         self.num_bytes = 0
-        """Bytes carried so far, both ways together."""
+        """The number of bytes carried so far, in both directions together."""
 
     # ---- questions of the coordinator ----
 
     def check_on(self) -> None:
-        """Raise WrongStateError if this coordinator takes no tunnels."""
+        """Raise WrongStateError if this coordinator does not accept tunnels."""
         if not self._is_on:
             raise WrongStateError("this coordinator takes no tunnels: it was started --relay off")
 
     def target(self, member: Member) -> str:
-        """Return the target that gRPC dials to reach a worker through its tunnel."""
+        """Return the gRPC target that reaches a worker through its tunnel."""
         return f"unix:{self._lot(member).path}"
 
     def check_open(self, member: Member) -> None:
-        """Raise UnavailableError if a worker has kept no stream open for as long as a dial
-        waits."""
+        """Raise UnavailableError if the worker had no open stream for as long as a dial waits."""
         if silence := self.silence(member):
             raise UnavailableError(silence)
 
     def silence(self, member: Member) -> str:
-        """Say that a worker keeps no stream open; "" while it does, or a dial would still wait."""
+        """Return the text of an error if a worker keeps no stream open; "" otherwise."""
         lot = self._lots.get(member)
         if lot is None:
             return f"worker {member.worker_id} keeps no tunnel open"
@@ -138,20 +136,19 @@ class RelayHub:
         return f"worker {member.worker_id} keeps no tunnel open ({last})"
 
     def counts(self) -> Counter[str]:
-        """Return the number of streams by state."""
+        """Return the number of streams, per state."""
         lots = self._lots.values()
         return Counter(
             parked=sum(len(lot.parked) for lot in lots), live=sum(lot.num_live for lot in lots)
         )
 
     def forget(self, member: Member) -> None:
-        """Close the socket of a start of a worker that is gone, at once or with the last of its
-        streams."""
+        """Close the socket of a worker process that is gone, at once or after its last stream."""
         if member in self._lots:
             self._tidy(self._lots[member])
 
     def forget_others(self, member: Member) -> None:
-        """Close the sockets of other starts of a worker that has registered, as `forget` does."""
+        """Close the sockets of earlier processes of a newly registered worker; see `forget`."""
         for other in self._others(member):
             self.forget(other)
 
@@ -171,7 +168,7 @@ class RelayHub:
         send: Send,
         say_parked: Callable[[], Awaitable[None]],
     ) -> None:
-        """Park a stream and, once it is wanted, copy its connection until either side ends.
+        """Park a stream and, once it is needed, copy its connection until either side ends.
 
         Raises LimitError for too many streams, and WrongStateError if there may be none.
         """
@@ -213,8 +210,8 @@ class RelayHub:
         self._tidy(lot)
 
     def _replace_others(self, member: Member) -> None:
-        """End the streams of other starts of a worker, except those of the registered one, which
-        lives until it does not answer."""
+        """End the streams of other processes of a worker, except the registered one, which counts
+        as alive until it does not answer."""
         for other in self._others(member):
             if not self._is_registered(other):
                 self._drop(self._lots[other])
@@ -252,7 +249,7 @@ class RelayHub:
             self._chores.do(self._connect(lot, connection), f"dial {lot.member.worker_id}")
 
     async def _connect(self, lot: _Lot, connection: socket.socket) -> None:
-        """Have a stream carry a dialled connection; close it if no stream comes."""
+        """Have a parked stream carry a dialled connection; close it if no stream comes."""
         if lot.num_live + len(lot.dials) >= MAX_LIVE:
             log.warning("too many connections", worker=lot.member.worker_id, limit=MAX_LIVE)
             connection.close()
@@ -288,7 +285,7 @@ class RelayHub:
         return lot
 
     def _tidy(self, lot: _Lot) -> None:
-        """Forget a lot that nobody needs any more."""
+        """Drop a lot that nobody needs any more."""
         if lot.is_idle and not self._is_registered(lot.member):
             self._drop(lot)
 
@@ -310,7 +307,7 @@ class RelayHub:
 
 
 class _ReadAhead:
-    """A stream whose next frame is read before anybody asks for it, to see the end."""
+    """A stream whose next frame is read ahead, so that the end of the stream is noticed."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -318,14 +315,14 @@ class _ReadAhead:
         self._is_given = False
 
     async def receive(self) -> bytes | None:
-        """Return the next frame."""
+        """Return the next frame; None at the end of the stream."""
         if self._is_given:
             return await self._receive()
         self._is_given = True
         return await self.task
 
     def check_silent(self) -> None:
-        """Raise InvalidInputError if the worker has sent bytes, and any error of the stream."""
+        """Raise an error if the parked stream has failed, or the worker has sent bytes."""
         if self.task.done() and self.task.result() is not None:
             raise InvalidInputError.at("data", "came before the coordinator said anything")
 

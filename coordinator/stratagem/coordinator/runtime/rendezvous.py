@@ -1,5 +1,4 @@
-"""The membership barrier, which answers all members of (run, party, membership) once each has
-called.
+"""The rendezvous barrier: answers all members of a (run, party, membership) once each has called.
 
 It lives on the event loop and in memory: after a restart of the coordinator the members simply call
 again. The members of a membership are read from the state each time.
@@ -16,9 +15,9 @@ from stratagem.v1.coordinator_pb2 import HeldSlices
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The data that a member brings to the barrier; applied_step is None when it holds no state.
+    """The data that a member brings to the barrier; applied_step is None if it holds no state.
 
-    slices: its description of a state that is divided among members, for the others.
+    slices: the description of its slices of a divided state, for the other members.
     """
 
     endpoint: bytes
@@ -41,17 +40,17 @@ Key = tuple[RunId, Party, int]
 
 class Barriers:
     def __init__(self, current: Callable[[RunId, Party], tuple[int, int] | None]) -> None:
-        """Set up without barriers; current: (membership, number of members) of a party; None
-        without such a party."""
+        """Set up without barriers. current: returns (membership, number of members) of a party, or
+        None if there is no such party."""
         self._current = current
         self._open: dict[Key, _Barrier] = {}
 
     async def join(
         self, run_id: RunId, party: Party, membership: int, rank: int, arrival: Arrival
     ) -> tuple[Arrival, ...]:
-        """Wait for all members and return their arrivals in order of rank.
+        """Wait for all members, and return their arrivals in order of rank.
 
-        A member that calls twice (its answer was lost) replaces its first arrival. Raises
+        A member that calls again (because the answer was lost) replaces its first arrival. Raises
         StaleError if the membership is not the current one, now or later.
         """
         barrier = self._barrier((run_id, party, membership), rank)
@@ -61,14 +60,14 @@ class Barriers:
         return await asyncio.shield(barrier.done)
 
     def missing(self, run_id: RunId, party: Party, membership: int) -> tuple[int, ...]:
-        """Return the ranks that have not called yet; () if the barrier is not open."""
+        """Return the ranks that have not arrived yet; () if there is no open barrier."""
         barrier = self._open.get((run_id, party, membership))
         if barrier is None or barrier.done.done():
             return ()
         return tuple(r for r in range(barrier.size) if r not in barrier.arrivals)
 
     def drop_stale(self) -> None:
-        """End the wait of all members at barriers of memberships that are no longer current."""
+        """Fail all barriers of memberships that are no longer current."""
         for key in [k for k in self._open if not self._is_current(k)]:
             barrier = self._open.pop(key)
             if not barrier.done.done():
@@ -77,7 +76,7 @@ class Barriers:
                 barrier.done.exception()
 
     def close(self) -> None:
-        """End the wait of all members: this coordinator no longer leads."""
+        """Fail all barriers, because this coordinator no longer leads."""
         for barrier in self._open.values():
             if not barrier.done.done():
                 barrier.done.set_exception(UnavailableError("the coordinator is shutting down"))

@@ -51,9 +51,9 @@ from stratagem.coordinator.observe.logs import ids_of
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
 GRACE_S = 5.0
-"""The longest wait of `close` for stopped tasks to end."""
+"""The time that `close` waits for stopped tasks to end."""
 _OF_PROXIES: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
-"""Codes that none of our errors has, into which gRPC turns HTTP 500 and 404."""
+"""Status codes that no error of ours has: gRPC turns HTTP 500 and 404 into them."""
 
 log = structlog.get_logger()
 
@@ -65,21 +65,21 @@ class RunSupervisor:
         give_up: Callable[[Effect, FailedTries], Awaitable[None]],
         on_trouble: Callable[[Effect, FailedTries], None] = lambda effect, tries: None,
     ) -> None:
-        """Set up without tasks; give_up: removes an effect that must not be tried again from the
-        set; on_trouble: called with every effect that keeps failing."""
+        """Set up without tasks. give_up: removes an effect that must not be retried. on_trouble:
+        called with every effect that keeps failing."""
         self._perform, self._give_up = perform, give_up
         self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks that are stopped but have not ended yet."""
+        """Tasks that were stopped but have not ended yet."""
         self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
-        """The effects that have a task."""
+        """The effects that have a task, keyed by run."""
         self._failed: dict[Effect, FailedTries] = {}
-        """The failed tries of effects, until a try succeeds."""
+        """The failed attempts per effect, until an attempt succeeds."""
         self._waiting: list[Request[Effect, Member]] = []
         self._yielded: set[Effect] = set()
         self.num_failures: Counter[str] = Counter()
-        """Attempts that failed, by effect."""
+        """The number of failed attempts, per kind of effect."""
 
     @property
     def num_waiting(self) -> int:
@@ -87,14 +87,14 @@ class RunSupervisor:
         return len(self._waiting)
 
     def by_kind(self) -> tuple[Counter[str], Counter[str]]:
-        """Return by kind the number of effects that run, and of those that wait for compute
-        slots."""
+        """Return the numbers of running effects, and of those waiting for compute slots, per
+        kind."""
         running = Counter(type(effect).__name__ for effect in self._tasks)
         return running, Counter(type(request.key).__name__ for request in self._waiting)
 
     def reconcile(self, effects: frozenset[Effect], of: Collection[RunId] | None = None) -> None:
-        """Start and stop tasks so that exactly these effects run: all effects of the runs `of` or,
-        with None, of all runs."""
+        """Start and stop tasks so that exactly these effects run. effects: all pending effects of
+        the runs `of`, or of all runs if `of` is None."""
         concerned = self._of_run if of is None else set(of)
         running = [started for run_id in concerned for started in self._of_run.get(run_id, ())]
         ended = [effect for effect in running if effect not in effects]
@@ -118,13 +118,13 @@ class RunSupervisor:
         self._start_granted()
 
     def yield_slots(self, effect: Effect) -> None:
-        """Free the slots of an effect that continues without compute."""
+        """Release the compute slots of an effect that continues without them."""
         if effect in self._tasks:
             self._yielded.add(effect)
             self._start_granted()
 
     async def close(self) -> None:
-        """Stop all effects and wait until they have ended, those stopped earlier included."""
+        """Stop all effects, and wait until they and those stopped earlier have ended."""
         self._waiting.clear()
         for effect in list(self._tasks):
             self._stop(effect)
@@ -171,7 +171,7 @@ class RunSupervisor:
             del self._of_run[effect.run_id]
 
     async def _persist(self, effect: Effect) -> None:
-        """Perform an effect until the task is cancelled."""
+        """Perform an effect, with retries, until the task is cancelled."""
         try:
             await self._keep_trying(effect)
         except asyncio.CancelledError as end:
@@ -196,8 +196,7 @@ class RunSupervisor:
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, effect: Effect, tries: FailedTries, pause_s: float) -> FailedTries:
-        """Perform the effect once, or give it up if it has failed too often; return the failed
-        tries."""
+        """Perform the effect once, or give it up after too many failures; return its failures."""
         bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
         began_s = time.monotonic()
         try:
@@ -235,10 +234,10 @@ class RunSupervisor:
 
 
 def _ours(error: BaseException) -> BaseException:
-    """Return an error of gRPC as one of ours.
+    """Convert a gRPC error to a StratagemError.
 
     A broken proxy on the way answers with codes that say nothing about the worker, and a channel
-    that somebody has closed is opened again.
+    that was closed is opened again; both become UnavailableError.
     """
     told, call = error, error.__cause__
     if isinstance(error, grpc.RpcError):
@@ -252,11 +251,11 @@ def _ours(error: BaseException) -> BaseException:
 
 
 def _is_same_request(new: Effect, old: Effect) -> bool:
-    """Return True if the new effect asks for the undone work of the old one, maybe of other
-    workers.
+    """Return True if the new effect asks for the same unfinished work as the old one, perhaps of
+    other workers.
 
     A success ends with a fact that removes its effect, and the next effect differs in one of the
-    compared fields, so that no failure before a success counts any more.
+    compared fields; so failures before a success no longer count.
     """
 
     def asked(effect: Effect) -> tuple[object, ...]:
@@ -268,7 +267,7 @@ def _is_same_request(new: Effect, old: Effect) -> bool:
 
 
 def _is_same_work(new: Effect, old: Effect) -> bool:
-    """Return True if the new effect keeps the turn of the old one."""
+    """Return True if the new effect continues the old one's work and keeps its turn."""
 
     def work(effect: Effect) -> tuple[object, ...]:
         segment = getattr(effect, "segment", getattr(effect, "round_num", None))
@@ -288,20 +287,20 @@ def _is_same_work(new: Effect, old: Effect) -> bool:
 
 
 class Chores:
-    """The chores that are under way. An error is logged, and the next chore of its kind makes up
-    for it."""
+    """Background tasks that nobody waits for. An error is logged, and the next chore of its kind
+    makes up for it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def do(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
-        """Start a chore; `what` names it in the log."""
+        """Start a background task; `what` names the task in the log."""
         task = asyncio.create_task(coroutine, name=what)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
     async def close(self) -> None:
-        """Cancel all chores and wait for their end."""
+        """Cancel all chores and wait until they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -329,7 +328,7 @@ class Chores:
 
 
 def stop_if_cancelled() -> None:
-    """Raise CancelledError if the cancellation of the present task was requested."""
+    """Raise CancelledError if the current task has been asked to cancel."""
     task = asyncio.current_task()
     if task is not None and task.cancelling() > 0:
         raise asyncio.CancelledError
@@ -337,7 +336,7 @@ def stop_if_cancelled() -> None:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open an asyncio.TaskGroup whose failures leave no cancellation behind."""
+    """Context manager for an asyncio.TaskGroup whose failures leave no cancellation behind."""
     group = asyncio.TaskGroup()
     was_requested = False
     try:
@@ -365,11 +364,11 @@ def _has_cancelled_its_task(group: asyncio.TaskGroup) -> bool:
 
 
 class Paced:
-    """A chore that runs at most once per pause, however often it is asked for, on the event
-    loop."""
+    """Rate limit for a chore: runs at most once per pause, however often requested. Runs on the
+    event loop."""
 
     def __init__(self, chore: Callable[[], Awaitable[None]], pause_s: float) -> None:
-        """Set up without a run; pause_s: from the end of one run to the beginning of the next."""
+        """Set up; pause_s: from the end of one run to the start of the next."""
         self._chore = chore
         self._pause_s = pause_s
         self._is_asked = False
@@ -377,7 +376,7 @@ class Paced:
         self._lock = asyncio.Lock()
 
     async def ask(self) -> None:
-        """Have the chore run once more after this call; return at once if such a run is due."""
+        """Request a run of the chore that starts after this call; return at once."""
         if self._is_asked:
             return
         self._is_asked = True
@@ -401,26 +400,27 @@ class Paced:
 # facts.
 
 LONGEST_WAIT_S: Final = 0.05
-"""Near the deadline of a round it decides whether an update counts, so it is short."""
+"""The longest wait for other members of a group; it may make an update late, so it is short."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Members that report together; nobody joins any more once the first of them is done."""
+    """The members that report together; the group is closed once the first of them is done."""
 
     num_missing: int = 0
     all_done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Together:
-    """The groups that can be joined, by what their members have in common."""
+    """Groups of tasks that report together, keyed by what they have in common."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, _Group] = {}
 
     @contextmanager
     def member(self, key: Hashable) -> Iterator["Membership"]:
-        """Join a group until the block ends, or until `all_done` is awaited."""
+        """Context manager that joins a group; the member leaves at the end, or when it awaits
+        `all_done`."""
         membership = Membership(self._open, key)
         try:
             yield membership
@@ -429,7 +429,7 @@ class Together:
 
 
 class Membership:
-    """A member of a group: it makes something durable, and then reports it."""
+    """A member of a group: makes something durable, then waits to report with the others."""
 
     def __init__(self, open_groups: dict[Hashable, _Group], key: Hashable) -> None:
         self._open, self._key = open_groups, key
@@ -440,7 +440,7 @@ class Membership:
         self._is_missing = True
 
     async def all_done(self) -> None:
-        """Be done, and wait for the others of the group, for a bounded time: all members go on in
+        """Mark this member as done, and wait a bounded time for the others, so that all report in
         one turn of the event loop."""
         self.leave()
         patience_s = min(self._loop.time() - self._since_s, LONGEST_WAIT_S)
@@ -449,7 +449,7 @@ class Membership:
                 await self._group.all_done.wait()
 
     def leave(self) -> None:
-        """Let nobody wait for this member any more."""
+        """Leave the group, so that no other member waits for this one."""
         if not self._is_missing:
             return
         self._is_missing = False

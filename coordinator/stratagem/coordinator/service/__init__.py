@@ -1,1 +1,1 @@
-"""The gRPC service of the coordinator decodes a request, makes one call, and encodes the answer."""
+"""The gRPC service of the coordinator: decodes requests, makes one call, encodes the answer."""

@@ -1,4 +1,4 @@
-"""Check the fields of requests against limits, except those that jobs and tensor streams check.
+"""Check the fields of requests against limits, except fields that jobs and tensor streams check.
 
 These sizes are no settings: no deployment needs others, and every caller relies on them.
 """
@@ -30,20 +30,19 @@ _HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 
 
 def check_note(note: str) -> None:
-    """Check the sentence that a client gives for a run's log."""
+    """Check the note that a client writes into a run's log: its length and characters."""
     if len(note) > MAX_NOTE_CHARS:
         raise LimitError(f"note: {len(note)} characters, the limit is {MAX_NOTE_CHARS}")
     _check_printable("note", note)
 
 
 def clipped_reason(reason: str) -> str:
-    """Return a worker's reason for a failure, cut to a length that suits a log."""
+    """Return a worker's failure reason, cut to one printable line that suits a log."""
     return printable(reason[:MAX_REASON_CHARS], is_line=True)
 
 
 def check_address(address: str) -> None:
-    """Check for HOST:PORT alone, because gRPC would also take unix sockets, name servers and
-    more."""
+    """Raise an error unless the address is HOST:PORT; gRPC would also take unix sockets."""
     try:
         host, port = split_address(address)
     except ValueError as error:
@@ -53,7 +52,7 @@ def check_address(address: str) -> None:
 
 
 def check_capability(capability: types_pb2.Capability) -> None:
-    """Check the capability that a worker reports: it is journaled and displayed."""
+    """Check the texts in a worker's capability, which are journaled and displayed."""
     for name in ("device", "device_name", "numerics_fingerprint", "data_plane", "code_policy"):
         _check_word(f"capability.{name}", getattr(capability, name))
     _check_word("capability.numerics_description", capability.numerics_description, 4)
@@ -66,23 +65,24 @@ def check_capability(capability: types_pb2.Capability) -> None:
 
 
 def check_endpoint(endpoint: bytes) -> None:
-    """Check the endpoint that a member announces to the others at the rendezvous."""
+    """Check the size of the endpoint that a member announces at the rendezvous."""
     if len(endpoint) > MAX_ENDPOINT_BYTES:
         raise LimitError(f"endpoint: {len(endpoint)} bytes, the limit is {MAX_ENDPOINT_BYTES}")
 
 
 class Places:
-    """A limited number of places for open calls, of which one caller may take a limited share."""
+    """A limit on concurrent calls, in all and per caller."""
 
     def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
-        """Set up with all places free; setting: the name of the first limit, and the prefix of the
-        second one's name."""
+        """Set up; setting: the name of the overall limit, and the prefix of the name of the limit
+        per caller."""
         self._setting, self._limit, self._limit_each = setting, limit, limit_each
         self._taken = Counter[str]()
 
     @contextmanager
     def place(self, caller: Caller = NOBODY) -> Iterator[None]:
-        """Take a place. Raises LimitError if all are taken, or the caller's share is."""
+        """Context manager that takes a place. Raises LimitError if all places, or the caller's
+        share, are taken."""
         of_all = self._taken.total()
         if of_all >= self._limit:
             raise LimitError(
@@ -106,7 +106,7 @@ class Places:
 
 
 class Keys:
-    """A set of keys, each of which one call at a time may hold."""
+    """A set of keys, each held by at most one call at a time."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -114,7 +114,7 @@ class Keys:
 
     @contextmanager
     def holding(self, key: Hashable, shown: str) -> Iterator[None]:
-        """Hold a key. Raises ConflictError while another call holds it."""
+        """Context manager that holds a key. Raises ConflictError while another call holds it."""
         if key in self._held:
             raise ConflictError(f"another stream {self._what} {shown}")
         self._held.add(key)
@@ -156,7 +156,7 @@ MAX_STATUS: Final = 1 << 16
 
 
 def previous_exit(request: coordinator_pb2.RegisterWorkerRequest) -> Ending | None:
-    """Return how the previous process ended; None if the request does not say."""
+    """Return how the worker's previous process ended; None if the request does not say."""
     told = request.previous_exit
     if not told.incarnation:
         return None

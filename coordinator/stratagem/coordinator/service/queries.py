@@ -1,4 +1,4 @@
-"""Answer queries about runs, workers, step histories and events, without deciding anything."""
+"""Answer queries about runs, workers, step histories and events; nothing is decided here."""
 
 import asyncio
 import math
@@ -50,12 +50,12 @@ from stratagem.v1 import types_pb2
 # Active runs are answered from memory, and those at rest from the journal.
 
 MAX_PAGE_BYTES: Final = 2 * 2**20
-"""The size of a page with several runs; a single run is never larger than a message."""
+"""The size limit of a page with several runs; a single run always fits into a message."""
 
 READ_AT_ONCE: Final = 16
-"""Runs at rest that are read at once; most have a few KB, but each may be as large as a job."""
+"""The runs at rest that are read together; most have a few KB, but some are as large as a job."""
 _FIRST: Final = (-math.inf, RunId(""))
-"""A place before all runs."""
+"""A key that sorts before all runs."""
 
 
 class Runs:
@@ -80,7 +80,7 @@ class Runs:
         return run_info(view, self.app.blobs.location, pinned=is_pinned)
 
     async def watch(self) -> AsyncIterator[pb.WatchRunsResponse]:
-        """Yield the briefs of all runs, newest first, and then those of changed runs."""
+        """Yield the briefs of all runs, newest first, and then of each run that changes."""
         with self._briefs.follower() as follower:
             run_ids = self._newest_first()
             while at_once := list(islice(run_ids, READ_AT_ONCE)):
@@ -111,7 +111,7 @@ class Runs:
         return None if shown is None else progress(self.app.paces, self.app.loop.world, run, shown)
 
     async def page(self, page_token: str) -> pb.ListRunsResponse:
-        """Return the runs after the token, newest first, as many as fit into one message.
+        """Return the runs after the page token, newest first, as many as fit into one message.
 
         The token is the position of the last run of a page, so that deleting that run does no harm.
         """
@@ -130,7 +130,7 @@ class Runs:
         return response
 
     def _newest_first(self, behind: tuple[float, RunId] = _FIRST) -> Iterator[RunId]:
-        """Yield the present runs after a place in the order of all, newest first."""
+        """Yield the ids of existing runs, newest first, after the position `behind`."""
         state = self.app.loop.state
         active = sorted((-run.submitted_wall_s, run.run_id) for run in state.runs.values())
         places = merge(active, state.ended.by_submission.behind(behind))
@@ -178,11 +178,11 @@ def _place_in(page_token: str) -> tuple[float, RunId]:
 # Workers are answered page by page, since there may be thousands.
 
 MAX_PAGE_SIZE: Final = 500
-"""The most workers in one answer, during whose making other calls wait."""
+"""The most workers in one answer; other calls wait while it is made."""
 
 
 def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
-    """Return the workers after the token, by name: at most page_size, or all of them without one.
+    """Return at most page_size workers after the page token, sorted by name; without page_size all.
 
     The token is the name of the last worker of a page, which may be gone before the next request.
     """
@@ -204,7 +204,7 @@ def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
 
 
 def _behind(workers: Sequence[WorkerRecord], token: str, limit: int) -> list[WorkerRecord]:
-    """Return the first workers after a name, in order; limit: 0 for all."""
+    """Return the first `limit` workers after a name, sorted by name; all if limit is 0."""
     behind = [worker for worker in workers if worker.member.worker_id > token]
     num_wanted = limit or len(behind)
     return nsmallest(num_wanted, behind, key=lambda worker: worker.member.worker_id)
@@ -218,20 +218,20 @@ def _behind(workers: Sequence[WorkerRecord], token: str, limit: int) -> list[Wor
 MAX_ROWS: Final = 65_536
 """The most rows of one series in one answer."""
 MAX_NAMES: Final = 256
-"""The most parties, or series, in one request."""
+"""The most names of parties, or of series, in one request."""
 MESSAGE_ROWS: Final = 16_384
-"""The most rows in one message, which then fits the size limit even without compression."""
+"""The most rows in one message, so that it fits the size limit even uncompressed."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """The rows of one party, by series, read so far."""
+    """The rows of one party that were read so far, keyed by series."""
 
     ended: dict[Series, list[Columns]] = field(default_factory=dict)
     in_flight: dict[Series, Columns] = field(default_factory=dict)
     stride: int = 1
     last_segment: int = -1
-    """The newest segment that has ended."""
+    """The number of the newest segment that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +245,8 @@ class HistoryQueries:
     ) -> AsyncIterator[pb.HistoryBlock]:
         """Yield the requested rows, party by party and series by series.
 
-        root_segment: the newest one that the run has trained; rows stored after it are from before
-        the run returned to an earlier commit.
+        root_segment: the newest segment that the run has trained; rows of later segments are stale,
+        from before the run returned to an earlier commit.
         """
         _check(request)
         run_id = RunId(request.run_id)
@@ -287,7 +287,7 @@ class HistoryQueries:
 
 
 def _counts_as_root(party: Party) -> bool:
-    """Return True if the segments of a party are those of the root."""
+    """Return True if a party's segments are numbered like those of the root party."""
     return party == ROOT or party.partition("/")[0] in ("actions", "node", "replica", "stage")
 
 
@@ -297,7 +297,7 @@ def _up_to(segment: int, rows: Sequence[HistoryRow]) -> list[HistoryRow]:
 
 
 def _add_tail(gathered: _Gathered, sent: Sequence[SentRows], wanted: Sequence[str]) -> None:
-    """Add the rows of the segment in flight, which may have ended while the rest was read."""
+    """Add the rows of the segment in flight, unless it has ended and was read already."""
     if not sent or sent[0].segment <= gathered.last_segment:
         return
     gathered.stride = max([gathered.stride, *(each.stride for each in sent)])
@@ -329,7 +329,7 @@ def _check(request: pb.GetHistoryRequest) -> None:
 
 
 def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
-    """Return True if a name is wanted, or begins like a wanted one that ends in "*"."""
+    """Return True if a name equals a wanted name, or matches a wanted prefix that ends in "*"."""
     return any(
         name.startswith(each[:-1]) if each.endswith("*") else name == each for each in wanted
     )
@@ -366,7 +366,7 @@ def _blocks(
 # ---- Protobuf messages ----
 
 Paths = Callable[[Digest], str]
-"""A function that returns the path of a blob, for display; "" if it is not a file here."""
+"""Returns the path of a blob, for display; "" if the blob is not a file on this machine."""
 
 _IN_BRIEF = {
     field.name
@@ -426,7 +426,7 @@ def progress(paces: Paces, world: World, run: RunRecord, item: SegmentProgress) 
 
 
 def run_brief(run: RunView, latest: pb.RunProgress | None) -> pb.RunBrief:
-    """Return the entry of one run in a list of runs."""
+    """Return the summary of one run for a list of runs."""
     same = run.model_dump(include=_IN_BRIEF)
     return pb.RunBrief(
         **same,
@@ -441,8 +441,7 @@ def worker_infos(
     workers: Sequence[WorkerRecord],
     silent_s: Callable[[WorkerRecord], float],
 ) -> Iterator[pb.WorkerInfo]:
-    """Yield these workers as messages; silent_s: returns the seconds since a worker was heard
-    of."""
+    """Yield these workers as messages; silent_s: returns seconds since the last heartbeat."""
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
     asked = frozenset(worker.member for worker in workers)
     for run in state.runs.values():
@@ -466,7 +465,7 @@ def _worker_info(worker: WorkerRecord, silent_s: float, runs: Sequence[RunId]) -
 
 
 def rendezvous_response(arrivals: Sequence[Arrival]) -> pb.RendezvousResponse:
-    """Return the answer to the members of a party once all have arrived."""
+    """Return the answer to the members of a party once all have arrived at the rendezvous."""
     members = [
         pb.RendezvousMember(
             endpoint=each.endpoint,
@@ -496,12 +495,12 @@ def _setting(setting: Setting) -> pb.Hyperparameters:
 
 MAX_EVENTS: Final = 256
 MAX_BYTES: Final = 2**18
-"""The most bytes of the events in one message, without the last event."""
+"""The most bytes of events in one message, not counting the last event."""
 
 
 def span_of(request: pb.WatchRunRequest, num_facts: int) -> EventSpan:
-    """Return the requested span of a run that has so many events. Raises OutOfRangeError for one
-    that begins in the future, InvalidInputError for an unknown kind."""
+    """Return the requested span of a run that has num_facts events. Raises OutOfRangeError if the
+    span begins in the future, InvalidInputError for an unknown kind."""
     if request.from_index > num_facts:
         message = f"{request.from_index} is beyond the newest event, {num_facts - 1}"
         raise OutOfRangeError.at("from_index", message)
@@ -518,7 +517,7 @@ def span_of(request: pb.WatchRunRequest, num_facts: int) -> EventSpan:
 
 
 def follows_on(request: pb.WatchRunRequest) -> bool:
-    """Return True if the stream goes on with events as they happen. Raises InvalidInputError if it
+    """Return True if the stream continues with new events. Raises InvalidInputError if it
     cannot."""
     has_end = request.newest_first or request.before_index > 0
     follows = request.follow if request.HasField("follow") else not has_end
@@ -531,8 +530,8 @@ def follows_on(request: pb.WatchRunRequest) -> bool:
 async def past_events(
     feed: Feed, run_id: RunId, span: EventSpan, request: pb.WatchRunRequest
 ) -> AsyncIterator[pb.WatchRunResponse]:
-    """Yield the events up to the limit of the request, several in a message if it allows that: a
-    message costs more than the event in it."""
+    """Yield the past events up to the request's limit, several per message if the request allows
+    that: a message costs more than the event in it."""
     num_left = request.limit
     at_once = min(num_left or MAX_EVENTS, MAX_EVENTS if request.several else PAGE_EVENTS)
     async for page in feed.past(run_id, span, at_once):
@@ -545,7 +544,7 @@ async def past_events(
 
 
 def _messages(page: Sequence[FeedEvent], max_events: int) -> Iterator[pb.WatchRunResponse]:
-    """Yield the events of a page, at most max_events in a message."""
+    """Yield the events of a page, with at most max_events per message."""
     waiting: list[pb.RunEvent] = []
     num_bytes = 0
     for item in page:

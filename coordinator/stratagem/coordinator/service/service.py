@@ -1,4 +1,4 @@
-"""The CoordinatorService, which decodes each request, makes one call, and encodes the answer.
+"""CoordinatorService decodes each request, makes one call, and encodes the answer.
 
 coordinator.proto documents the meaning of the calls and their codes. At the server's boundary,
 errors of common/base/errors.py become status codes.
@@ -82,7 +82,7 @@ from stratagem.v1 import coordinator_pb2_grpc
 
 
 def _own_run(servicer: Any, request: Any, caller: Caller) -> None:
-    """Refuse a run of another owner. An unknown run is no secret, and the handler says so."""
+    """Raise an error if the run belongs to another owner; an unknown run is left to the handler."""
     app: App = servicer.app
     run = app.loop.state.find(RunId(request.run_id))
     if run is not None:
@@ -97,7 +97,7 @@ def _coordinator(_servicer: Any, request: pb.DiagnoseRequest, caller: Caller) ->
 
 
 def _check_member(app: App, request: Any, caller: Caller, rank: int | None = None) -> None:
-    """Refuse a worker that speaks for another party, or for another rank."""
+    """Raise an error if the calling worker is not a member of the party, or not of this rank."""
     session = request.session
     run = app.loop.state.runs.get(RunId(session.run_id))
     view = None if run is None else parties_of(run).get(Party(session.party))
@@ -127,8 +127,8 @@ CHECKS: Final[Mapping[Names, Check]] = {
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MEETINGS_AT_ONCE = 128
-"""The most workers that are dialled back at once: without a bound, thousands of registrations that
-begin together would all time out, and begin again."""
+"""The most workers dialled back at once: without a bound, thousands of simultaneous registrations
+would all time out, and start again."""
 
 
 @checks_what_is_named(pb.DESCRIPTOR.services_by_name["CoordinatorService"], CHECKS)
@@ -142,7 +142,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._watchers = Places("max_watchers", settings.max_watchers, settings.max_watchers_each)
         self._diagnosis = asyncio.Lock()
         self._met: tuple[tuple[Arrival, ...], bytes] = ((), b"")
-        """The members of the latest rendezvous, and the answer to all of them."""
+        """The arrivals of the latest rendezvous, and the encoded answer to all members."""
         self._meetings = asyncio.Semaphore(MEETINGS_AT_ONCE)
 
     @property
@@ -402,7 +402,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise LimitError(f"max_workers: {num_alive} workers are alive, the limit is {limit}")
 
     async def check_submit(self, request: pb.SubmitRunRequest, caller: Caller) -> None:
-        """Refuse a job that is too large, or names blobs of others."""
+        """Raise an error if a job is too large, or names blobs of other callers."""
         run_id = check_run_id(request.run_id)
         settings = self._app.settings
         check_note(request.note)

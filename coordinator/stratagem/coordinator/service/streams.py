@@ -1,4 +1,4 @@
-"""The coordinator's streams and its barrier: downloads of states, uploads of data, rendezvous."""
+"""The coordinator's streams and its barrier: downloads, uploads, backups, rendezvous."""
 
 import asyncio
 import hashlib
@@ -38,15 +38,15 @@ from stratagem.v1 import coordinator_pb2 as pb
 M = TypeVar("M", pb.DownloadStateResponse, pb.DownloadBlobResponse)
 
 DIGESTS_AT_ONCE: Final = 10_000
-"""Digests in one message of a backup."""
+"""The number of digests in one message of a backup."""
 
 MAX_RUNS_NAMED: Final = 5
-"""The most runs that the error of a damaged blob names."""
+"""The most runs that the error about a damaged blob names."""
 
 
 def which(run: RunView, name: str) -> Digest:
     """Return the digest of the state that a client names: final, best, a segment's number, average
-    (of the final one), or predictions."""
+    (of the final state), or predictions."""
     if name in ("", "final", "average"):
         if run.commits:
             final = run.commits[-1]
@@ -72,7 +72,7 @@ def which(run: RunView, name: str) -> Digest:
 async def download(
     blobs: BlobStore, digest: Digest, offset: int, make: Callable[[], M]
 ) -> AsyncIterator[M]:
-    """Send a blob as a tensor stream; every byte is checked before it is sent."""
+    """Yield a blob as messages of a tensor stream; every byte is checked before it is sent."""
     file = await asyncio.to_thread(blobs.open, digest)
     with file:
         manifest, _ = await asyncio.to_thread(header_of, file, digest)
@@ -85,8 +85,8 @@ async def download(
 async def download_of_any(
     app: App, digest: Digest, offset: int
 ) -> AsyncIterator[pb.DownloadBlobResponse]:
-    """Send a blob for a backup. Raises IntegrityError for one that is damaged or missing, with the
-    runs, and the segment, that need it: a backup knows digests alone."""
+    """Yield a blob for a backup. Raises IntegrityError if it is damaged or missing, naming the runs
+    and segments that need it: a backup knows only digests."""
     try:
         async for response in download(app.blobs, digest, offset, pb.DownloadBlobResponse):
             yield response
@@ -104,7 +104,7 @@ async def download_of_any(
 
 
 async def back_up(backups: Backups, by: str) -> AsyncIterator[pb.BackUpResponse]:
-    """Send the present journal, and the digests of the blobs that it needs."""
+    """Yield the current journal, and the digests of the blobs that the journal needs."""
     async with backups.snapshot(by) as taken:
         size = taken.journal.stat().st_size
         yield pb.BackUpResponse(term=taken.term, journal_bytes=size)
@@ -116,7 +116,7 @@ async def back_up(backups: Backups, by: str) -> AsyncIterator[pb.BackUpResponse]
 
 
 class Uploads:
-    """The data sets that are being uploaded."""
+    """Receives uploads of data sets, within limits."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -126,7 +126,7 @@ class Uploads:
     async def receive(
         self, requests: AsyncIterator[pb.UploadDataRequest]
     ) -> AsyncIterator[pb.UploadDataResponse]:
-        """Store an inline data set under its digest. Raises LimitError if there is no room."""
+        """Store an uploaded data set under its digest. Raises LimitError if there is no room."""
         settings = self._app.settings
         header = (await receive_header(requests, settings.stream_idle_timeout_s)).header
         limits = Limits(
@@ -186,10 +186,9 @@ async def _store(
 
 
 async def check_job(app: App, job_json: str, caller: Caller, *, is_new: bool) -> None:
-    """Check that a job has at most max_graph_nodes nodes, and names only data, code and a state
-    that are stored here already and that the caller may use. A refusal does not reveal what other
-    callers have uploaded. is_new: keep the named blobs for the job; a known run has them
-    already."""
+    """Check the size of a job's graph, and that the data, code and state that it names are stored
+    here and usable by the caller. A refusal does not reveal what other callers have uploaded.
+    is_new: keep the named blobs for the job; a known run has them already."""
     max_graph_nodes = app.settings.max_graph_nodes
     job = await asyncio.to_thread(JobSpec.from_json, job_json)
     num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
@@ -218,8 +217,8 @@ async def check_job(app: App, job_json: str, caller: Caller, *, is_new: bool) ->
 
 
 def _check_privacy(app: App, job: JobSpec) -> None:
-    """Check that this coordinator can account a private run, and has a secret for its noise, unless
-    sites account their rows with secrets of their own."""
+    """Check that this coordinator can account a private run and has a secret for its noise, unless
+    sites use secrets of their own."""
     if job.privacy is None or (job.privacy.unit == "row" and job.data.worker_local is not None):
         return
     if not accountant.is_installed():
@@ -229,7 +228,7 @@ def _check_privacy(app: App, job: JobSpec) -> None:
 
 
 async def _is_here(app: App, caller: Caller, digest: Digest | None, *, is_new: bool) -> bool:
-    """Return True if the caller may name a blob that is stored here; keep it for a new run."""
+    """Return True if a blob is stored here and the caller may name it; for a new run, keep it."""
     if digest is None or not may_name(app, caller, digest):
         return False
     return not is_new or await app.kept.keep(digest)
@@ -246,7 +245,7 @@ def may_name(app: App, caller: Caller, digest: Digest) -> bool:
 async def rendezvous(
     app: App, run_id: RunId, party: Party, membership: int, rank: int, arrival: Arrival
 ) -> tuple[Arrival, ...]:
-    """Wait for the other members, and investigate those that do not arrive in time."""
+    """Wait for all members; return their arrivals. Investigate members that are late."""
     try:
         async with asyncio.timeout(app.settings.rendezvous_timeout_s):
             return await app.barriers.join(run_id, party, membership, rank, arrival)

@@ -1,4 +1,4 @@
-"""Serve the calls of workers: heartbeats, tunnels, failure detection and diagnosis."""
+"""Serve the calls of workers: heartbeats, tunnels, registration, failures and diagnosis."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ async def take_heartbeats(
     context: "grpc.aio.ServicerContext[Any, Any]",
     idle_s: float,
 ) -> None:
-    """Take the beats of one worker until either side ends the call."""
+    """Receive the heartbeats of one worker until either side ends the call."""
     beats = aiter(requests)
     hello = await first_of(beats, idle_s)
     if hello is None:
@@ -63,14 +63,14 @@ T = TypeVar("T")
 
 
 class _OfWorker(Protocol):
-    """A request in which a worker names itself."""
+    """A request that names the worker that sends it."""
 
     worker_id: str
     incarnation: str
 
 
 def member_of(request: _OfWorker) -> Member:
-    """Return the start of a worker that a request names. Raises InvalidInputError."""
+    """Return the worker process that a request names. Raises InvalidInputError."""
     incarnation = request.incarnation
     if not 1 <= len(incarnation) <= 64:
         raise InvalidInputError.at(
@@ -81,7 +81,7 @@ def member_of(request: _OfWorker) -> Member:
 
 
 def check_reachability(relay: RelayHub, request: pb.RegisterWorkerRequest) -> None:
-    """Check that a worker is reached either at an address or through a tunnel."""
+    """Check that a registering worker has either an address or a tunnel."""
     if not request.capability.tunnelled:
         check_address(request.address)
         return
@@ -91,7 +91,7 @@ def check_reachability(relay: RelayHub, request: pb.RegisterWorkerRequest) -> No
 
 
 async def first_of(frames: AsyncIterator[T], idle_s: float) -> T | None:
-    """Return the first message of a standing call; None if there is none. Raises TimeoutError."""
+    """Return the first message of a long-lived call; None if there is none. Raises TimeoutError."""
     try:
         async with asyncio.timeout(idle_s):
             return await anext(frames, None)
@@ -105,7 +105,7 @@ async def relay_connection(
     context: "grpc.aio.ServicerContext[Any, Any]",
     idle_s: float,
 ) -> None:
-    """Carry one connection, from the frame that names its worker to its end."""
+    """Carry one tunnelled connection, from the frame that names its worker until it ends."""
     relay.check_on()
     frames = aiter(requests)
     hello = await first_of(frames, idle_s)
@@ -134,7 +134,7 @@ log = structlog.get_logger()
 
 
 async def investigate(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> None:
-    """Handle a failed exchange: lose the members that do not answer, or re-form if all do.
+    """Handle a failed exchange: lose the members that do not answer, or re-form if all answer.
 
     Do nothing if the membership is over already.
     """
@@ -153,7 +153,7 @@ async def investigate(app: App, run_id: RunId, party: Party, membership: int, re
 
 
 async def dial_back(app: App, member: Member, address: str) -> None:
-    """Dial a worker back before its registration is accepted: it must answer, under its name.
+    """Dial a registering worker back: it must answer, under its name, before it is accepted.
 
     Raises AlreadyExistsError if another process of that name is alive.
     """
@@ -190,14 +190,14 @@ async def _answers(app: App, member: Member) -> bool:
 
 WORKER_TIMEOUT_S: Final = 8.0
 MAX_PROBES: Final = 8
-"""The probes of each worker; among more than nine workers not every pair is probed."""
+"""The number of peers that each worker probes; with over nine workers not every pair is probed."""
 MAX_AT_ONCE: Final = 256
-"""The most workers that are asked at the same time."""
+"""The most workers that are queried at the same time."""
 _PACKAGES: Final = ("sqlalchemy", "safetensors")
 
 
 async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseResponse:
-    """Diagnose all workers at once, and the coordinator's environment meanwhile."""
+    """Diagnose all workers, and meanwhile the coordinator's environment."""
     settings = app.settings
     environment, diagnosed = await asyncio.gather(
         asyncio.to_thread(environment_of, settings.data_dir, _PACKAGES, tls_of(settings)),
@@ -230,7 +230,7 @@ async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
 
 
 def _neighbours(alive: Sequence[WorkerRecord], place: int | None) -> list[WorkerRecord]:
-    """Return the workers after the one at this place, in a circle."""
+    """Return the workers that the worker at this place probes: the next ones, in a circle."""
     if place is None:
         return []
     others = chain(islice(alive, place + 1, None), islice(alive, place))

@@ -1,1 +1,1 @@
-"""The coordinator stores states as blobs, and facts in a journal."""
+"""The stores of the coordinator: states as blobs, named by digest, and facts in a journal."""

@@ -1,9 +1,9 @@
-"""This module defines the interface of blob stores and implements it for files in one folder.
+"""The interface of blob stores, and its implementation as files in one folder.
 
-A blob appears complete and durable, or not at all; it is never changed. The first time this
-process reads a blob, it checks it against its digest; later reads are checked against checksums
-that were taken then (files.py). Unreferenced blobs are collected. All methods may be called from
-any thread, and may block on a disk or a network.
+A blob appears complete and durable, or not at all; it is never changed. The first time this process
+reads a blob, it checks it against its digest; later reads are checked against checksums that were
+taken then (files.py). Unreferenced blobs are collected. All methods may be called from any thread,
+and may block on a disk or a network.
 """
 
 import errno
@@ -66,44 +66,44 @@ class MissingBlobError(NotFoundError):
 
 
 class BlobStore(Protocol):
-    """Content-addressed blobs; see the module for the rules."""
+    """A store of content-addressed blobs; see the module for the rules."""
 
     def writer(self, total_bytes: int) -> "BlobWriter":
         """Return a writer for a blob of exactly total_bytes."""
 
     def scratch(self) -> Scratch:
-        """Return a file for bytes that will become part of a blob."""
+        """Return a scratch file for bytes that will become part of a blob."""
 
     def open(self, digest: Digest) -> BlobFile:
-        """Open the blob as a local file to read, at any offset; every read is checked.
+        """Open the blob as a local file, for reads at any offset; every read is checked.
 
-        Raises MissingBlobError, DamagedBlobError, UnavailableError when it cannot be reached now.
-        The file stays readable also when the blob is collected meanwhile.
+        Raises MissingBlobError, DamagedBlobError, or UnavailableError if the store cannot be
+        reached now. The open file stays readable even if the blob is collected meanwhile.
         """
 
     def exists(self, digest: Digest) -> bool:
-        """Return True when the blob is in the store, whole or damaged."""
+        """Return True if the blob is in the store, whole or damaged."""
 
     def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is here; it counts as just written: a fact will name it."""
+        """Protect the blob from collection until a fact names it, as if just written; return False
+        if it is missing."""
 
     def settle(self, digest: Digest) -> None:
-        """Note that an event that names a blob is durable, as a writer of it reports: from now on
-        the blob stays only while it is live, unless another writer has written it, too."""
+        """Settle one claim: the event that names the blob is durable. From then on the blob stays
+        only while it is live, unless another writer has claimed it, too."""
 
     def make_room(self) -> bool:
-        """Delete a local copy of a blob stored elsewhere, for a full disk; False without any."""
+        """Delete a local copy of a remote blob to free disk space; False if there is none."""
 
     def keep_room(self) -> None:
-        """Delete local copies of blobs stored elsewhere until the disk has some room again."""
+        """Delete local copies of remote blobs until the disk has some free space again."""
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
-        """Delete the blobs that are not in `live`, and return them.
+        """Delete the blobs that are not in `live`, and return their digests.
 
-        Spared are blobs that this process wrote less than grace_s ago, and whose event has not
-        been settled: it may be on its way. Blobs of an earlier process that nobody names are
-        garbage at once. Blobs of a later process stay: it leads now, and this one may not know
-        yet.
+        Blobs that this process wrote less than grace_s ago are spared while their event may still
+        come. Unreferenced blobs of an earlier process are garbage at once. Blobs of a later process
+        stay: it leads now, and this process may not know yet.
         """
 
     def location(self, digest: Digest) -> str:
@@ -111,11 +111,11 @@ class BlobStore(Protocol):
 
 
 Adopt = Callable[[Digest, DurableFile, Path, Sums], None]
-"""Gives a complete file its name, durably; it is moved away from its temporary path."""
+"""Gives a complete temporary file its final name, durably."""
 
 
 class StateWriter(Protocol):
-    """A state on its way into a store: write all of its data, in order, then commit; or abort."""
+    """Writes one state into a store: write all of its data in order, then commit; or abort."""
 
     def write(self, data: memoryview | bytes) -> None: ...
     def commit(self) -> Digest: ...
@@ -123,7 +123,7 @@ class StateWriter(Protocol):
 
 
 def file_writer(blobs: BlobStore, manifest: Manifest) -> "BlobWriter":
-    """Return a writer for the data of a state that becomes one file, whose header is written."""
+    """Return a writer for the data of a state stored as one file; the header is written already."""
     header = header_bytes(manifest)
     writer = blobs.writer(len(header) + manifest.total_bytes)
     writer.write(header)
@@ -131,12 +131,13 @@ def file_writer(blobs: BlobStore, manifest: Manifest) -> "BlobWriter":
 
 
 class BlobWriter:
-    """A blob that is being written into a store: write all of it, then commit; or abort."""
+    """Writes one blob into a store: write all of it, then commit; or abort."""
 
     def __init__(
         self, folder: Path, total_bytes: int, adopt: Adopt, make_room: MakeRoom = no_room
     ) -> None:
-        """Open a temporary file below `folder`; see the class."""
+        """Open a temporary file below `folder`. adopt: gives the file its final name. make_room:
+        called on a full disk."""
         self._adopt = adopt
         self._total_bytes = total_bytes
         with space_needed():
@@ -156,7 +157,7 @@ class BlobWriter:
         return Digest(self._sha256.hexdigest())
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append bytes; the buffer is free for reuse afterwards. Any error aborts the blob."""
+        """Append bytes; the buffer may be reused afterwards. Any error aborts the blob."""
         try:
             if self._file.num_bytes + memoryview(data).nbytes > self._total_bytes:
                 raise IntegrityError(f"more than the announced {self._total_bytes} bytes")
@@ -168,7 +169,7 @@ class BlobWriter:
             raise
 
     def commit(self) -> Digest:
-        """Make the blob durable and visible, and return its digest, which is its name."""
+        """Make the blob durable and visible, and return its digest."""
         try:
             if self._file.num_bytes != self._total_bytes:
                 raise IntegrityError(
@@ -184,7 +185,7 @@ class BlobWriter:
         return digest
 
     def abort(self) -> None:
-        """Delete what was written; no error after a commit or an earlier abort."""
+        """Delete what was written; do nothing after a commit or an earlier abort."""
         if self._file.descriptor >= 0:
             self._temporary.unlink(missing_ok=True)
             self._file.close()
@@ -206,7 +207,7 @@ _Identity = tuple[int, int, int]  # inode, size, time of change
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The file of a blob: its size, and when it was last used."""
+    """The file of a stored blob: its size, and the time of its last use."""
 
     digest: Digest
     num_bytes: int
@@ -214,7 +215,7 @@ class Stored:
 
 
 class DirectoryBlobs:
-    """The blobs under one folder, which is made if absent. See blobs.py for the rules."""
+    """A blob store in one folder, which is made if absent. See the module for the rules."""
 
     def __init__(
         self,
@@ -225,8 +226,8 @@ class DirectoryBlobs:
         make_room: MakeRoom = no_room,
         suffix: str = SUFFIX,
     ) -> None:
-        """Open the folder. is_durable: blobs survive a power cut; needless for mere copies.
-        make_room: called when a blob meets a full disk. suffix: of the names of its files."""
+        """Open the folder. is_durable: blobs survive a power cut; not needed for mere copies.
+        make_room: called on a full disk. suffix: of the file names."""
         self._root = root
         self._suffix = suffix
         self._is_durable = is_durable
@@ -235,7 +236,7 @@ class DirectoryBlobs:
         self._verified: dict[Digest, tuple[_Identity, Sums]] = {}
         self._claims = Claims(monotonic)
         self._present: set[Digest] | None = None
-        """The blobs to collect from, once known: listing all folders takes some milliseconds, as
+        """The digests of all blobs, once listed: listing all folders takes some milliseconds, as
         long as writing a small state."""
         self._lock = threading.Lock()  # a blob is not collected while it is being named
         root.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +254,7 @@ class DirectoryBlobs:
         return Scratch(self._temporary, self.make_room)
 
     def keep_room(self) -> None:
-        """Do nothing: every blob here is needed."""
+        """Do nothing: all blobs here are needed."""
 
     def open(self, digest: Digest) -> BlobFile:
         try:
@@ -268,16 +269,16 @@ class DirectoryBlobs:
         return self.opened(digest, descriptor, sums)
 
     def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
-        """Return the blob of a file that is open and verified; takes the descriptor over."""
+        """Return the blob of a file that is open and verified, and take over the descriptor."""
         return BlobFile(FileContent(descriptor, digest, sums, lambda: self._distrust(digest)))
 
     def _distrust(self, digest: Digest) -> None:
-        """Have the next `open` verify the whole blob: a read gave other bytes than were stored."""
+        """Have the next `open` verify the whole blob: a read gave bytes other than those stored."""
         with self._lock:
             self._verified.pop(digest, None)
 
     def path(self, digest: Digest) -> Path:
-        """Return the path of the blob's file, which is not verified. Raises NotFoundError."""
+        """Return the path of the blob's file, unverified. Raises NotFoundError."""
         if not self.exists(digest):
             raise MissingBlobError(digest)
         return self._path(digest)
@@ -302,9 +303,9 @@ class DirectoryBlobs:
         return str(self._path(digest).resolve()) if self.exists(digest) else ""
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
-        """Delete the blobs that are not in `live`, and return them; see BlobStore.
+        """Delete the blobs that are not in `live`, and return their digests; see BlobStore.
 
-        Raises StaleError when another coordinator has opened the folder since.
+        Raises StaleError if another coordinator has opened the folder since.
         """
         with self._lock:
             if self._present is None:
@@ -314,7 +315,7 @@ class DirectoryBlobs:
         return [digest for digest in garbage if self._delete(digest, grace_s)]
 
     def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
-        """Give a complete file its name. One of the same name is replaced by its equal."""
+        """Give a complete file its final name, replacing an equal blob of that name."""
         if self._is_durable:
             file.sync()
         path = self._path(digest)
@@ -334,19 +335,19 @@ class DirectoryBlobs:
                 present.add(digest)
 
     def drop(self, digest: Digest) -> None:
-        """Delete a blob, if it is there; readers that have it open can continue."""
+        """Delete a blob, if present; readers that have it open can continue."""
         with self._lock:
             self._path(digest).unlink(missing_ok=True)
             self._forget(digest)
 
     def touch(self, digest: Digest) -> None:
-        """Note that the blob is used now, for `stored` after a restart."""
+        """Record that the blob is used now; `stored` reports this even after a restart."""
         with suppress(FileNotFoundError):
             modified_ns = self._path(digest).stat().st_mtime_ns
             os.utime(self._path(digest), ns=(time.time_ns(), modified_ns))
 
     def stored(self) -> list[Stored]:
-        """Return all blobs, not verified."""
+        """Return all stored blobs, unverified."""
         blobs = []
         for digest in self.digests():
             with suppress(FileNotFoundError):
@@ -355,7 +356,7 @@ class DirectoryBlobs:
         return blobs
 
     def digests(self) -> Iterator[Digest]:
-        """Yield the digests of all blobs that are in the store."""
+        """Yield the digests of all blobs in the store."""
         for folder in sorted(self._root.glob("[0-9a-f][0-9a-f]")):
             for path in sorted(folder.glob(f"*{self._suffix}")):
                 if _DIGEST.fullmatch(path.stem):
@@ -381,7 +382,8 @@ class DirectoryBlobs:
         return self._root / digest[:2] / f"{digest}{self._suffix}"
 
     def _verify(self, digest: Digest, descriptor: int) -> Sums:
-        """Return the checksums of a blob that has its digest, or had it and is unchanged."""
+        """Return the checksums of a blob that matches its digest; an unchanged file is not read
+        again."""
         identity = _identity(descriptor)
         verified = self._verified.get(digest)
         if verified is not None and verified[0] == identity:
@@ -398,10 +400,11 @@ class DirectoryBlobs:
 
 
 class Bin:
-    """The bin of one opening of a folder, made after all others are gone."""
+    """The folder through which files are deleted: each opening of the store makes its own bin, and
+    removes older ones."""
 
     def __init__(self, bins: Path, root: Path) -> None:
-        """root: the folder, for errors."""
+        """Remove all other bins and make a new one. root: the store's folder, for errors."""
         self._root = root
         make_folder(bins)
         for other in bins.iterdir():
@@ -412,8 +415,8 @@ class Bin:
         make_folder(self._path)
 
     def discard(self, path: Path) -> None:
-        """Move a file into the bin in one step, and delete it. Raises StaleError once the bin is
-        gone; a prior check could be outdated, and a later file of that name is a successor's."""
+        """Delete a file by moving it into the bin. Raises StaleError if another coordinator has
+        opened the store and removed the bin: the file may be the successor's."""
         discarded = self._path / path.name
         try:
             path.rename(discarded)
@@ -424,7 +427,7 @@ class Bin:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a bin, unless its owner throws something in meanwhile."""
+    """Remove a bin, unless its owner puts a file into it meanwhile."""
     for left in folder.iterdir():
         left.unlink(missing_ok=True)
     try:
@@ -454,19 +457,19 @@ class Claims:
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._since_s: dict[Digest, tuple[float, ...]] = {}
-        """Times of the claims, by blob that this process has written; the oldest claim first."""
+        """The times of each blob's claims, oldest first, keyed by digest."""
 
     def add(self, digest: Digest) -> None:
-        """Claim a blob that was written, or is to be kept, for an event that is to come."""
+        """Claim a blob that was written or must be kept, for an event that will name it."""
         self._since_s[digest] = (*self._since_s.get(digest, ()), self._monotonic())
 
     def settle(self, digest: Digest) -> None:
-        """Remove the oldest claim: the event of one writer is durable."""
+        """Remove the blob's oldest claim, because one event that names the blob is durable."""
         if digest in self._since_s:
             self._since_s[digest] = self._since_s[digest][1:]
 
     def hold(self, digest: Digest, grace_s: float) -> bool:
-        """Return True if an event that names the blob may still come."""
+        """Return True if the blob is claimed: an event that names it may still come."""
         newest_s = self._since_s.get(digest, ())[-1:]
         return any(self._monotonic() - since_s < grace_s for since_s in newest_s)
 
@@ -475,7 +478,7 @@ class Claims:
         self._since_s.pop(digest, None)
 
     def forget_old(self, grace_s: float) -> None:
-        """Remove the blobs whose claims have all been settled or have lapsed."""
+        """Remove the records of blobs whose claims are all settled or older than grace_s."""
         for digest in [
             candidate for candidate in self._since_s if not self.hold(candidate, grace_s)
         ]:

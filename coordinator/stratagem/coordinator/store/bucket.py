@@ -1,11 +1,10 @@
-"""Objects are stored under one prefix of a bucket: written whole, read from the start, listed,
-deleted.
+"""Objects under one prefix of a bucket: written whole, read from the start, listed, deleted.
 
 An object is never overwritten: `unique_name` makes a name for each, which starts with the term of
-the coordinator that writes it. A delete names an object that was listed before, so it can never
-hit a later write, however long it was on its way. A coordinator that has lost the lead without
-knowing it deletes nothing of its successor, since `deletable` leaves later terms alone. Transient
-errors are retried here, for a minute at most.
+the coordinator that writes it. A delete names an object that was listed before, so it can never hit
+a later write, however long it was on its way. A coordinator that has lost the lead without knowing
+it deletes nothing of its successor, since `deletable` leaves later terms alone. Transient errors
+are retried here, for a minute at most.
 """
 
 import configparser
@@ -36,8 +35,8 @@ from stratagem.common.rpc.signed_objects import SignedObjects
 # ---- Objects ----
 
 PART_BYTES: Final = 8 << 20
-"""Size of a part of an upload or download. Memory is this times MAX_PARTS_AT_ONCE, however large
-the object is; one connection alone gets a fraction of what an object store can do."""
+"""The part size of uploads and downloads. A transfer's memory is this times MAX_PARTS_AT_ONCE; a
+single connection would get only a fraction of the store's bandwidth."""
 
 MAX_PARTS_AT_ONCE: Final = 4
 _MAX_PARTS: Final = 9000  # S3 takes 10,000
@@ -45,15 +44,15 @@ _PAUSE_S: Final = 0.2
 _MAX_ERROR_CHARS: Final = 300
 _COUNTER: Final = itertools.count()
 _LASTING: Final = re.compile(r"^(?:4(?!08|09|29)\d\d|501) ")
-"""Begins the error of a request that the store refuses, and will refuse again."""
+"""Matches errors of requests that the store refuses permanently, so that a retry is useless."""
 _CERTIFICATE: Final = re.compile(r"\bInvalidCertificate\(\s*([A-Za-z]+)")
 _UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object in the store: its name below the prefix, its size, and the store's tag of its
-    bytes: two objects with the same tag and size have the same bytes."""
+    """A stored object: its name below the prefix, its size, and its ETag. Two objects with the same
+    tag and size have the same bytes."""
 
     name: str
     num_bytes: int
@@ -61,7 +60,7 @@ class StoredObject:
 
 
 class Objects:
-    """The objects of one obstore store. For any thread; all methods block on the network."""
+    """The objects of one obstore store. Thread-safe; all methods block on the network."""
 
     def __init__(self, store: Any, url: str) -> None:
         """Wrap an obstore store; url: for display."""
@@ -72,10 +71,10 @@ class Objects:
         self.url = url.rstrip("/")
 
     def put(self, name: str, pieces: Iterable[bytes], num_bytes: int) -> None:
-        """Write an object of num_bytes; when this returns, the store has all of it, durably.
+        """Write an object of num_bytes; when this returns, the object is complete and durable.
 
-        Raises UnavailableError; then the object is not there, or is there as a whole. Each piece
-        must own its memory.
+        Raises UnavailableError; the object is then missing or complete. Each piece must own its
+        memory.
         """
         part_bytes = max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
         # Each try may write another name, and is no other reason.
@@ -94,7 +93,7 @@ class Objects:
         failpoint("coordinator.objects.after_put")
 
     def read(self, entry: StoredObject) -> Iterator[memoryview]:
-        """Yield the bytes of an object in order, some parts read ahead. Raises NotFoundError."""
+        """Yield the bytes of an object in order, reading some parts ahead. Raises NotFoundError."""
         starts = range(0, entry.num_bytes, PART_BYTES)
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(MAX_PARTS_AT_ONCE, thread_name_prefix="objects") as pool:
@@ -107,7 +106,7 @@ class Objects:
                 yield waiting.popleft().result()
 
     def list(self, folder: str) -> list[StoredObject]:
-        """Return all objects below a folder, by name."""
+        """Return all objects below a folder, sorted by name."""
         with _translated(f"listing {folder}"):
             listed = [
                 StoredObject(entry["path"], entry["size"], entry["e_tag"] or "")
@@ -117,7 +116,7 @@ class Objects:
         return sorted(listed, key=lambda stored: stored.name)
 
     def find(self, name: str) -> StoredObject | None:
-        """Return the object of a name; None where there is none."""
+        """Return the object of this name; None if there is none."""
         try:
             with _translated(f"looking for {name}"):
                 entry = self._obstore.head(self._store, name)
@@ -126,8 +125,8 @@ class Objects:
         return StoredObject(name, entry["size"], entry["e_tag"] or "")
 
     def copy(self, name: str, copied: str) -> None:
-        """Make an object of the same bytes inside the store. Raises NotFoundError, and
-        WrongStateError where the store refuses to copy: asking again does not help."""
+        """Copy an object inside the store. Raises NotFoundError, and WrongStateError if the store
+        refuses to copy, so that a retry is useless."""
         try:
             with _translated(f"copying {name}"):
                 self._obstore.copy(self._store, name, copied)
@@ -139,20 +138,20 @@ class Objects:
     def signed(
         self, method: Literal["GET", "PUT"], names: Sequence[str], valid: timedelta
     ) -> Sequence[str]:
-        """Return URLs by which somebody without keys may make one kind of request about one object
-        each, until `valid` is over. Raises UnavailableError where nothing can be signed now."""
+        """Return a presigned URL per object, valid for `valid`, for callers without keys. Raises
+        UnavailableError if nothing can be signed now."""
         with _translated(f"signing a {method}"):
             return self._obstore.sign(self._store, method, list(names), expires_in=valid)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; one that is gone already is no error."""
+        """Delete objects; objects that are gone already are ignored."""
         doomed = list(names)
         if doomed:
             with _translated(f"deleting {len(doomed)} objects"):
                 self._obstore.delete(self._store, doomed)
 
     def _read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        """Read a part, with retries: the library repeats requests, not answers that break off."""
+        """Read one part, retrying responses that break off: the library retries only requests."""
         for is_last in (False, False, True):
             try:
                 with _translated(f"reading {name}"):
@@ -170,7 +169,7 @@ class Objects:
 
 
 def unique_name(term: int) -> str:
-    """Return a name, or the start of one, that no other object has or will have.
+    """Return a name, or the start of a name, that no other object has or will have.
 
     Names of one term sort as they were made: only one process ever has that term.
     """
@@ -178,7 +177,7 @@ def unique_name(term: int) -> str:
 
 
 def mark(term: int) -> str:
-    """Return a name that sorts behind all names made so far, and before those that will be made."""
+    """Return a name that sorts after all names of this term so far, and before later ones."""
     return f"{beginning(term)}{next(_COUNTER):08x}"
 
 
@@ -194,7 +193,8 @@ def term_of(name: str) -> int | None:
 
 
 def deletable(listed: Iterable[StoredObject], before: str) -> list[StoredObject]:
-    """Return objects of coordinators that sort before a mark, so that none is of a later term."""
+    """Return the objects written by coordinators whose names sort before a mark, so that none is of
+    a later term."""
     return [
         stored
         for stored in listed
@@ -214,7 +214,7 @@ def _watched(pieces: Iterable[bytes], part_bytes: int) -> Iterator[bytes]:
 
 @contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """Raise errors of the library as errors of this project."""
+    """Context manager that converts obstore errors to errors of this project."""
     from obstore.exceptions import BaseError
 
     try:
@@ -228,8 +228,7 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """Return the server's message, else the first half of the library's, with the fault of a
-    certificate if there is one."""
+    """Return the server's message, or the shortened library message, and certificate faults."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     text = (text.partition("Server returned non-2xx status code: ")[2] or text).rstrip(": ")
     text = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"
@@ -238,8 +237,8 @@ def brief(error: BaseException) -> str:
 
 
 def certificate_fault(text: str) -> str:
-    """Return why the library refuses the store's certificate, in the words of its TLS, such as
-    UnknownIssuer; "" for other errors. text: of the library's error."""
+    """Return the reason why the store's certificate is refused, such as UnknownIssuer; "" for other
+    errors. text: the message of the library's error."""
     found = _CERTIFICATE.search(text)
     return found[1] if found else ""
 
@@ -261,14 +260,15 @@ _KEY_VARIABLE: Final = "AWS_ACCESS_KEY_ID"
 _PROFILE_VARIABLE: Final = "AWS_PROFILE"
 
 VALID_FOR: Final = timedelta(minutes=15)
-"""obstore asks again five minutes before this is over, so new keys are taken without a restart."""
+"""The time for which keys are used; obstore reads them again five minutes before, so new keys need
+no restart."""
 
 
 def credentials_from_file(environ: Mapping[str, str]) -> Callable[[], dict[str, Any]] | None:
-    """Return a function that reads the keys, after a first read now; None where the environment
-    names no file, or keys.
+    """Return a function that reads the keys from the file that the environment names; None if it
+    names no file, or has keys itself.
 
-    Raises InvalidInputError, which never quotes the file's content.
+    The keys are read once now. Raises InvalidInputError, which never quotes the file's content.
     """
     if environ.get(_KEY_VARIABLE) or not environ.get(FILE_VARIABLE):
         return None
@@ -288,7 +288,7 @@ def credentials_from_file(environ: Mapping[str, str]) -> Callable[[], dict[str, 
 
 
 def describe(environ: Mapping[str, str]) -> str:
-    """Return where the keys come from, for display."""
+    """Describe the source of the keys, for display."""
     if environ.get(_KEY_VARIABLE):
         return f"the environment ({_KEY_VARIABLE})"
     if environ.get(FILE_VARIABLE):
@@ -354,10 +354,10 @@ def check_url(url: str) -> None:
 
 
 def open_s3(url: str, environ: Mapping[str, str], *, signs: bool = False) -> Objects:
-    """Open the objects below a URL, after a trial that writes, lists, reads and deletes one; signs:
-    also by requests that workers could make, and with a copy of it inside the store.
+    """Open the objects below a URL, after a trial that writes, lists, reads and deletes one.
 
-    Raises InvalidInputError that says what is wrong, with which setting, and what to do.
+    signs: try presigned requests and a copy inside the store, too. Raises InvalidInputError that
+    says what is wrong, which setting to change, and how.
     """
     check_url(url)
     objects = Objects(_store(url, environ), url)
@@ -392,7 +392,7 @@ def _store(url: str, environ: Mapping[str, str]) -> Any:
 
 
 def _try(objects: Objects) -> None:
-    """Make every kind of request that a coordinator makes, once."""
+    """Make every kind of request that a coordinator makes, once, as a trial."""
     name = f"trial/{unique_name(0)}.txt"
     objects.put(name, [_TRIAL], len(_TRIAL))
     trials = [stored for stored in objects.list("trial") if stored.name == name]
@@ -402,7 +402,7 @@ def _try(objects: Objects) -> None:
 
 
 def _try_signed(objects: Objects) -> None:
-    """Write and read an object as a worker does, who has a signed request and no keys."""
+    """Write and read a trial object by presigned requests, as a worker without keys does."""
     name, valid = f"trial/{unique_name(0)}.txt", timedelta(minutes=1)
     by_hand = SignedObjects(allows_http=True)
     try:
@@ -420,7 +420,7 @@ def _try_signed(objects: Objects) -> None:
 
 
 def _try_copy(objects: Objects) -> None:
-    """Copy an object inside the store, as leaves of an earlier term are when a run needs them."""
+    """Copy a trial object inside the store, as leaves of an earlier term are copied."""
     name, copied = (f"trial/{unique_name(0)}.txt" for _ in range(2))
     try:
         objects.put(name, [_TRIAL], len(_TRIAL))
@@ -437,7 +437,7 @@ def _try_copy(objects: Objects) -> None:
 
 
 def _advice(text: str, environ: Mapping[str, str]) -> str:
-    """Return the remedy for an error of the library, or "" for one that is not known."""
+    """Return the remedy for an error of the library; "" if none is known."""
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or "AWS"
     if "NoSuchBucket" in text:
         return f"there is no such bucket at {endpoint}; make it, or name another one"

@@ -1,6 +1,5 @@
-"""The database of a journal, SQLite or PostgreSQL: transactions, the clock, errors, and waiting for
-a lost database.
-"""
+"""The database of a journal, SQLite or PostgreSQL: transactions, clock, errors, and waiting for a
+lost database."""
 
 import os
 import sqlite3
@@ -51,39 +50,39 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """The connections to one database, and its peculiarities. One thread at a time uses it."""
+    """The connections to one database, with its dialect-specific settings. Not thread-safe."""
 
     writer: Engine
-    """Its transactions may write."""
+    """The engine whose transactions may write."""
     reader: Engine
     translated: Callable[[], AbstractContextManager[None]]
-    """Makes UnavailableError and IntegrityError of the errors of the driver."""
+    """Returns a context manager that converts the driver's errors to errors of this project."""
     now_s: ColumnElement[float]
-    """The database's own clock, seconds since 1970."""
+    """The current time by the database's own clock, in seconds since 1970."""
     silent_s: ColumnElement[float] | None
-    """Seconds without a renewal of the lease by that clock; None where it is not to be trusted."""
+    """The seconds since the lease was renewed, by that clock; None if it is not reliable."""
     patience_s: float
-    """Seconds for which a database that went away is waited for."""
+    """The seconds for which a lost database is waited for."""
     migration_lock: str
-    """SQL that lets one process at a time change the schema; "" where every transaction does."""
+    """SQL that lets one process at a time migrate the schema; "" if every transaction does."""
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Open a transaction: committed at the end, or nothing happened."""
+        """Context manager for a transaction: committed at the end, or rolled back on an error."""
         with self.translated(), self.writer.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Open a transaction that only reads."""
+        """Context manager that opens a read-only transaction."""
         with self.translated(), self.reader.begin() as connection:
             yield connection
 
     def persist(self, act: Callable[[bool], T]) -> T:
-        """Do a transaction, again and again while the database is away, for patience_s at most.
+        """Run a transaction, retrying while the database is away, for at most patience_s.
 
-        `act` is told whether it was tried before: then it may have been committed, and only the
-        answer was lost.
+        `act` is passed True on a retry: the earlier attempt may have been committed, and only its
+        answer lost.
         """
         give_up_s = time.monotonic() + self.patience_s
         pause_s, is_repeat = _FIRST_PAUSE_S, False
@@ -112,14 +111,14 @@ class Database:
 
 _BUSY_TIMEOUT_S: Final = 5.0
 _SQLITE_PATIENCE_S: Final = 30.0
-"""Seconds to wait until the file is unlocked, or the disk has room. Meanwhile heartbeats are
-answered and workers train on; what has to be journaled waits."""
+"""The seconds to wait while the file is locked or the disk full. Heartbeats are answered meanwhile
+and workers train on; only journaling waits."""
 _PASSING: Final = frozenset({"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL"})
 _SQLITE_DAMAGE: Final = frozenset({"SQLITE_CORRUPT", "SQLITE_NOTADB"})
 
 
 def open_sqlite(path: Path) -> Database:
-    """Return the database in a file that is made if absent."""
+    """Open the database in a file, which is made if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The journal holds whole job files, so it is for its owner alone.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -138,7 +137,7 @@ def open_sqlite(path: Path) -> Database:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the file's own entry in its folder durable."""
+    """Make the file's entry in its folder durable."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -148,7 +147,7 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _sqlite_errors() -> Iterator[None]:
-    """Raise errors of the database as errors of this project; broken constraints pass unchanged."""
+    """Context manager that converts SQLite errors to ours, except broken constraints."""
     try:
         yield
     except OperationalError as error:
@@ -224,13 +223,13 @@ _CONNECT: Final[Mapping[str, str]] = {
     "application_name": "stratagem-coordinator",
 }
 _READ_ONLY: Final = "25006"
-"""A standby of PostgreSQL, as during a fail-over."""
+"""The SQLSTATE of a write to a read-only standby, as seen during a failover."""
 _POSTGRES_DAMAGE: Final = frozenset({"XX001", "XX002"})
 _MIGRATION: Final = 7_372_615_108_291_533_173  # a number of our own among all advisory locks
 
 
 def open_postgres(url: str, password_file: Path | None) -> Database:
-    """Return the database at postgresql://[user@]host[:port]/database[?libpq parameters]."""
+    """Open the database at postgresql://[user@]host[:port]/database[?libpq parameters]."""
     parsed = _checked(url)
     silent_s = (
         "extract(epoch FROM clock_timestamp())::float8 - greatest(lease.renewed_s,"
@@ -249,7 +248,7 @@ def open_postgres(url: str, password_file: Path | None) -> Database:
 
 
 def _checked(url: str) -> URL:
-    """Return the URL for psycopg. Errors never repeat it: it may contain a password."""
+    """Check the URL and return it for psycopg. Errors never quote it: it may hold a password."""
     if find_spec("psycopg") is None:
         raise InvalidInputError.at(
             "journal", "PostgreSQL needs psycopg: pip install 'stratagem[postgres]'"
@@ -299,7 +298,7 @@ def _password(path: Path) -> str:
 
 @contextmanager
 def _postgres_errors() -> Iterator[None]:
-    """Raise errors of the database as errors of this project; broken constraints pass unchanged."""
+    """Context manager that converts PostgreSQL errors to ours, except broken constraints."""
     try:
         yield
     except DBAPIError as error:

@@ -38,37 +38,39 @@ _brief: Final = TypeAdapter(EndedRun)
 
 
 def _version() -> str:
-    """Return the version of the program and the form of summaries, which may change in between."""
+    """Return the version of summaries: the program's version, and the schema of summaries, which
+    may change between releases."""
     shapes = json.dumps([_brief.json_schema(), RunView.model_json_schema()], sort_keys=True)
     return f"{version('stratagem')[:40]} {hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 
 VERSION: Final = _version()
-"""Version of the summaries that are read; all others are made again."""
+"""The version of the summaries that this program can read; others are made anew from the facts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A durable fact: its number inside its run, and its time."""
+    """A durable fact, with its number inside its run and its time."""
 
     entry: JournalEntry
     index: int
     time_s: float
     wall_s: float
     payload: str = ""
-    """The fact as JSON, where it was read; empty where it was not."""
+    """The fact as JSON if it was read for display; else ""."""
     shown_index: int = -1
-    """Its number among the facts that readers of its run get; -1: none, or not counted."""
+    """The number of the fact among the facts shown to readers of its run; -1 if it is hidden, or
+    not counted."""
 
 
 def committed(record: Record) -> Committed:
-    """Return the fact in a row."""
+    """Convert a row of the journal to its fact."""
     fact = decode(record.kind, record.schema_version, record.payload)
     return Committed(JournalEntry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
 
 
 def shown_fact(record: Record) -> Committed:
-    """Return the fact in a row, with its payload for those who watch."""
+    """Convert a row of the journal to its fact, and keep the JSON for display."""
     fact = decode(record.kind, record.schema_version, record.payload)
     payload, entry = (
         payload_now(record.kind, fact, record.payload),
@@ -78,7 +80,7 @@ def shown_fact(record: Record) -> Committed:
 
 
 def record(item: Committed) -> Record:
-    """Return the row of a fact."""
+    """Convert a fact to a row of the journal."""
     kind, payload = encode(item.entry.fact)
     return Record(
         run_id=item.entry.run_id,
@@ -93,32 +95,32 @@ def record(item: Committed) -> Record:
 
 
 def summary(run: EndedRun, run_view: RunView) -> RunSummary:
-    """Return the row of a run at rest."""
+    """Return the summary row of a run at rest: one that has ended, with no pending work."""
     brief = _brief.dump_json(run).decode()
     return RunSummary(run.run_id, VERSION, brief, run_view.model_dump_json())
 
 
 def view_of(text: str) -> RunView:
-    """Return the part of a summary that is shown of a run at rest."""
+    """Parse the view in a summary: the part of a run at rest that is shown."""
     return RunView.model_validate_json(text)
 
 
 # ---- Log ----
 
 PAGE_FACTS = 1000
-"""Facts that are read back at once, at the start."""
+"""The number of facts read at once during replay."""
 
 PAGE_SEGMENTS = 64
-"""Rows of the step history that are read at once."""
+"""The number of rows of the step history read at once."""
 
 MERGED_SEGMENTS = 64
-"""Rows of the step history, of a segment each, that become one."""
+"""The number of single-segment rows of the step history that are merged into one row."""
 
 T = TypeVar("T")
 
 
 class Recorded:
-    """The facts and summaries of a journal, for the coordinator that leads with this term."""
+    """The facts and summaries of a journal, for the coordinator that leads under this term."""
 
     def __init__(self, journal: Journal, term: int) -> None:
         self._journal = journal
@@ -126,11 +128,11 @@ class Recorded:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     async def renew(self) -> None:
-        """Show that this coordinator leads. Raises FencedError when it does not."""
+        """Renew the lease. Raises FencedError if this coordinator no longer leads."""
         await self._in_thread(lambda: self._journal.renew(self._term))
 
     async def close(self) -> None:
-        """Give up the lead and close the journal."""
+        """Release the lead and close the journal."""
         await self._in_thread(lambda: self._journal.release(self._term))
         await self._in_thread(self._journal.close)
         self._thread.shutdown()
@@ -141,9 +143,9 @@ class Recorded:
         at_rest: Sequence[tuple[EndedRun, RunView]],
         histories: Sequence[HistoryRow] = (),
     ) -> None:
-        """Make facts durable, with the summaries of the runs that are at rest after them, and the
-        step history of the segments that end with them. Where a run returns to an earlier commit,
-        what it has recorded behind that is deleted."""
+        """Make facts durable in one transaction, with summaries of runs now at rest, and the step
+        history of segments that ended. If a run returns to an earlier commit, its history after
+        that commit is deleted."""
         records = [record(item) for item in facts]
         summaries = [summary(run, view) for run, view in at_rest]
         returns = {
@@ -156,8 +158,8 @@ class Recorded:
         )
 
     async def sum_up_cluster(self, state: CoordinatorState, num_facts: int) -> None:
-        """Replace the facts of the cluster, the first ones so many, by a summary of the state that
-        they have led to; they are durable. Raises FencedError."""
+        """Replace the cluster's first num_facts facts, all durable, by a summary of the state after
+        them. Raises FencedError."""
 
         def made() -> list[Record]:
             parts = list(summary_of(state))
@@ -172,29 +174,29 @@ class Recorded:
         await self._in_thread(lambda: self._journal.sum_up(self._term, records))
 
     async def snapshot(self) -> Snapshot:
-        """Return the journal with what has been appended so far, and nothing that comes later."""
+        """Return a snapshot of the journal as it is now."""
         return await self._in_thread(self._journal.snapshot)
 
     async def forget(self, run_id: RunId) -> None:
-        """Delete everything that is stored of a run."""
+        """Delete everything stored about a run."""
         await self._in_thread(lambda: self._journal.delete_run(self._term, run_id))
 
     async def runs(self) -> tuple[list[EndedRun], list[RunId]]:
-        """Return the runs that have summaries, and those whose facts have to be read, the cluster
-        first: how a run is shown depends on the workers."""
+        """Return the runs that have summaries, and the runs whose facts must be read. The cluster
+        comes first: the display of a run depends on the workers."""
         briefs = await self._in_thread(lambda: self._journal.briefs(VERSION))
         ended = [_brief.validate_json(brief) for brief in briefs.values() if brief is not None]
         others = [run_id for run_id, brief in briefs.items() if brief is None]
         return ended, sorted(others, key=lambda run_id: run_id != CLUSTER)
 
     async def pages(self, run_ids: Iterable[RunId]) -> AsyncIterator[list[Committed]]:
-        """Yield all facts of these runs, one run after the other."""
+        """Yield all facts of these runs in pages, one run after the other."""
         stored = chain.from_iterable(map(self._journal.read, run_ids))
         while page := await self._in_thread(lambda: list(islice(stored, PAGE_FACTS))):
             yield [committed(item.record) for item in page]
 
     async def read(self, run_id: RunId, span: EventSpan, num_facts: int) -> list[Committed]:
-        """Return the first facts of a span of a run, so many at most; none when there are none."""
+        """Return the first num_facts facts in a span of a run; empty if there are none."""
         page = await self._in_thread(
             lambda: self._journal.page(
                 run_id,
@@ -208,21 +210,21 @@ class Recorded:
         return await asyncio.to_thread(lambda: [shown_fact(item.record) for item in page])
 
     async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:
-        """Return the views of runs at rest; nothing for one that is not, or not any more."""
+        """Return the views of those runs that are still at rest."""
         texts = await self._in_thread(lambda: self._journal.shown(run_ids))
         return {run_id: view_of(text) for run_id, text in texts.items()}
 
     async def history_parties(self, run_id: RunId) -> list[Party]:
-        """Return the parties of a run of which there is a step history."""
+        """Return the parties of a run that have a step history."""
         return await self._ask(lambda connection: step_history.parties(connection, run_id))
 
     async def history(
         self, run_id: RunId, party: Party, span: StepSpan, behind: int
     ) -> list[HistoryRow]:
-        """Return the step history of some of a party's segments with steps of the span, behind one;
-        none: there are none.
+        """Return the next page of a party's step history: rows after segment `behind` with steps of
+        the span; empty at the end.
 
-        Commits wait meanwhile, so only a page of it is read at once.
+        Commits wait meanwhile, so only one page is read at once.
         """
         limit = PAGE_SEGMENTS
         return await self._ask(
@@ -230,12 +232,12 @@ class Recorded:
         )
 
     async def unmerged_histories(self) -> set[RunId]:
-        """Return the runs with a party whose step history has more than one row."""
+        """Return the runs in which some party's step history has several rows."""
         return await self._ask(step_history.unmerged_runs)
 
     async def merge_history(self, run_id: RunId, *, has_ended: bool) -> None:
         """Merge the rows of a run's step history: MERGED_SEGMENTS into one, and after its end as
-        many as one can hold. Commits wait for reads and writes, not for the merging itself."""
+        many as one row can hold. Commits wait for reads and writes, not for the merging itself."""
         for party in await self._ask(
             lambda connection: step_history.full_parties(connection, run_id, MERGED_SEGMENTS)
         ):
@@ -267,7 +269,7 @@ class Recorded:
             rows = rows[num:]
 
     async def _merge(self, rows: Sequence[HistoryRow]) -> bool:
-        """Return True if these rows are one now."""
+        """Merge these rows into one; return False if that is impossible."""
         if len(rows) < 2:
             return False
         into = await asyncio.to_thread(one_row, rows)
@@ -276,14 +278,14 @@ class Recorded:
         return await self._in_thread(lambda: self._journal.merge_histories(self._term, rows, into))
 
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
-        """Return the state with the facts, all durable, that a command needs of a run at rest."""
+        """Return the state, extended by the facts that a command needs of a run at rest."""
         wanted = num_to_recall(state, command)
         if wanted is None:
             return state
         return await self._rebuilt(state, *wanted)
 
     async def run(self, state: CoordinatorState, run_id: RunId) -> RunRecord | None:
-        """Return a run at rest as its facts say it; None if it is none, or not any more."""
+        """Rebuild a run at rest from its facts; None if the run is not, or no longer, at rest."""
         resting = state.ended.get(run_id)
         if resting is None:
             return None
@@ -292,7 +294,7 @@ class Recorded:
     async def _rebuilt(
         self, state: CoordinatorState, run_id: RunId, num_facts: int
     ) -> CoordinatorState:
-        """Return the state with the run that the first facts of one at rest make."""
+        """Return the state with a run at rest rebuilt from its first num_facts facts."""
 
         def read() -> CoordinatorState:
             stored = self._journal.read(run_id, 0, min(num_facts, PAGE_FACTS))

@@ -1,5 +1,4 @@
-"""Write files that grow at their end and survive a power cut, and check every byte when they are
-read.
+"""Write files that grow at their end and survive a power cut, and check every byte when reading.
 
 This covers writing in full, starting the disk early, fsync of files and folders, and opening
 without following symbolic links. The module depends on neither blobs nor spools.
@@ -28,8 +27,8 @@ from stratagem.v1 import tensor_pb2
 # ---- Durable files ----
 
 PIECE_BYTES: Final = 1 << 20
-"""Bytes that are read, or sent to the disk, at once. Measured with 40 MB: 35 ms to write and
-fsync; sending every 4 pieces to the disk early is worth 13 ms of it."""
+"""The number of bytes read, or flushed, at once. Measured with 40 MB: 35 ms to write and fsync;
+flushing every 4 pieces early saves 13 ms."""
 
 _WRITEBACK_BYTES: Final = 4 * PIECE_BYTES
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -42,17 +41,17 @@ class NoSpaceError(UnavailableError):
 
 
 MakeRoom = Callable[[], bool]
-"""Deletes something that is not needed; False where there is nothing (any more)."""
+"""Deletes something unneeded to free disk space; returns False if nothing is left to delete."""
 
 
 def no_room() -> bool:
-    """Return False: everything here is needed."""
+    """Return False: there is nothing to delete."""
     return False
 
 
 def write_all(descriptor: int, data: memoryview | bytes, make_room: MakeRoom) -> int:
-    """Write all of data and return its size; a full disk is made room on while there is something
-    to delete. Raises UnavailableError when it stays full."""
+    """Write all of data and return its size; on a full disk, call make_room and retry. Raises
+    UnavailableError if the disk stays full."""
     view = memoryview(data).cast("B")
     num_bytes = len(view)
     with space_needed():
@@ -66,7 +65,7 @@ def write_all(descriptor: int, data: memoryview | bytes, make_room: MakeRoom) ->
 
 
 class DurableFile:
-    """An open file that grows at its end."""
+    """An open file that grows at its end, and can be made durable."""
 
     def __init__(self, descriptor: int, make_room: MakeRoom = no_room) -> None:
         self.descriptor = descriptor
@@ -75,13 +74,13 @@ class DurableFile:
         self._sent_bytes = 0
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append all of data. Raises UnavailableError when the disk is full."""
+        """Append all of data. Raises UnavailableError if the disk is full."""
         self.num_bytes += write_all(self.descriptor, data, self._make_room)
         if self.num_bytes - self._sent_bytes >= _WRITEBACK_BYTES:
             self._start_writeback()
 
     def resume(self, num_bytes: int, see: Callable[[memoryview], None]) -> None:
-        """Take the first num_bytes as written, pass them to `see`, and drop the rest."""
+        """Keep the first num_bytes of the file, pass them to `see`, and continue after them."""
         for piece in pieces(self.descriptor, num_bytes):
             see(piece)
         os.ftruncate(self.descriptor, num_bytes)
@@ -89,7 +88,7 @@ class DurableFile:
         self.num_bytes = self._sent_bytes = num_bytes
 
     def sync(self) -> None:
-        """Return when all bytes are on the disk."""
+        """Block until all bytes are on the disk."""
         with space_needed():
             os.fsync(self.descriptor)
 
@@ -108,7 +107,7 @@ class DurableFile:
 
 
 def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryview]:
-    """Yield num_bytes of a file from an offset, in pieces that share a buffer; fewer if it ends."""
+    """Yield num_bytes of a file from an offset, in pieces that share a buffer; fewer at the end."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
     left = num_bytes
     while left:
@@ -121,7 +120,7 @@ def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryv
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor to read a plain file. Its own name must not be a symbolic link."""
+    """Open a regular file for reading, and return its descriptor. Symbolic links are refused."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -130,7 +129,7 @@ def open_regular(path: Path) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Make one folder, for its owner alone, durably; a symbolic link in its place is refused."""
+    """Make one folder durably, for its owner only; a symbolic link in its place is refused."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -141,7 +140,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the entries of a folder durable."""
+    """Make the entries of a folder durable, by fsync."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -151,7 +150,8 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def space_needed() -> Iterator[None]:
-    """Turn errors of a full or unwritable disk, which a retry can cure, into UnavailableError."""
+    """Context manager that turns errors of a full or unwritable disk, which a retry can cure, into
+    UnavailableError."""
     try:
         yield
     except OSError as error:
@@ -170,7 +170,8 @@ def space_needed() -> Iterator[None]:
 
 
 class Scratch:
-    """A file of bytes of a future blob, read in another order than they came. Not durable."""
+    """A temporary file for bytes of a future blob, which are read in another order than they
+    arrive. Not durable."""
 
     def __init__(self, folder: Path, make_room: MakeRoom = no_room) -> None:
         self._make_room = make_room
@@ -178,7 +179,7 @@ class Scratch:
             self._temporary, self._descriptor = new_temporary(folder)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append bytes. Raises UnavailableError when the disk is full."""
+        """Append bytes. Raises UnavailableError if the disk is full."""
         write_all(self._descriptor, data, self._make_room)
 
     def read(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
@@ -186,13 +187,13 @@ class Scratch:
         yield from pieces(self._descriptor, num_bytes, offset)
 
     def detach(self) -> int:
-        """Return the descriptor of the file, which has no name any more; the caller closes it."""
+        """Delete the file's name and return its descriptor, for the caller to close."""
         self._temporary.unlink(missing_ok=True)
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
     def close(self) -> None:
-        """Delete what was written; no error after the first time."""
+        """Delete what was written; do nothing after the first call."""
         if self._descriptor >= 0:
             self._temporary.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -200,7 +201,8 @@ class Scratch:
 
 
 def new_temporary(folder: Path) -> tuple[Path, int]:
-    """Create a new file, locked: the lock shows that its writer is alive, in whatever process."""
+    """Create and lock a new file; return its path and descriptor. The lock shows other processes
+    that the writer is alive."""
     while True:
         path = folder / secrets.token_hex(8)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -212,7 +214,7 @@ def new_temporary(folder: Path) -> tuple[Path, int]:
 
 
 def remove_if_abandoned(path: Path) -> None:
-    """Remove a temporary file whose writer is gone."""
+    """Remove a temporary file if its writer is gone: nobody holds its lock."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -240,12 +242,12 @@ _PREFIX_BYTES: Final = 8
 
 
 class Sums:
-    """The checksums of a blob: of the header before its data, and of each chunk of the data."""
+    """The checksums of a blob: one for the header, and one per chunk of the data."""
 
     def __init__(self, total_bytes: int) -> None:
-        """total_bytes: of the whole blob."""
+        """Set up for the bytes of a blob that has total_bytes in all."""
         self.piece_bytes = piece_bytes(total_bytes)
-        """Length of each chunk but the last."""
+        """The length of each chunk except the last."""
         self.num_bytes = 0
         self._prefix = b""
         self._data_start: int | None = None
@@ -253,7 +255,7 @@ class Sums:
         self._of_chunks = array("I")
 
     def add(self, data: bytes | memoryview) -> None:
-        """Add the next bytes of the blob, from its first one on."""
+        """Add the next bytes of the blob; the first call passes its start."""
         view = memoryview(data).cast("B")
         while view:
             if self._data_start is None:
@@ -285,7 +287,7 @@ class Sums:
 
     @property
     def head_bytes(self) -> int:
-        """Return the size of the header before the data; of a blob without data, all of it."""
+        """Return the size of the header; if the blob has no data, the size of the whole blob."""
         return self.num_bytes if self._data_start is None else min(self._data_start, self.num_bytes)
 
     @property
@@ -293,26 +295,26 @@ class Sums:
         return self.num_bytes - self.head_bytes
 
     def is_head(self, data: bytes) -> bool:
-        """Return True if these bytes are the header before the data."""
+        """Return True if these bytes equal the header, by its checksum."""
         return len(data) == self.head_bytes and crc32c(data) == self._of_head
 
     @property
     def of_chunks(self) -> Sequence[int]:
-        """Return the checksums of all chunks of the data."""
+        """Return the checksums of all data chunks, in order."""
         return self._of_chunks
 
     def of_chunk(self, number: int) -> tuple[int, int]:
-        """Return length and checksum of a chunk of the data."""
+        """Return the length and the checksum of one data chunk."""
         size = min(self.piece_bytes, self.data_bytes - number * self.piece_bytes)
         return size, self._of_chunks[number]
 
 
 class Content(Protocol):
-    """The bytes of an open blob, each of them checked when it is read."""
+    """The bytes of an open blob; each byte is checked when it is read."""
 
     num_bytes: int
     is_in_leaves: bool
-    """The blob is a state in leaves; its digest is that of their list."""
+    """True if the blob is a state in leaves; its digest is then that of the list of leaves."""
 
     def read_into(self, view: memoryview, offset: int) -> None: ...
     def source(self, offset: int) -> Iterator[bytes]: ...
@@ -324,8 +326,8 @@ class BlobFile(io.RawIOBase):
     """An open blob whose `read` and `read_into` check every byte.
 
     A byte that differs from its checksum raises UnavailableError: the blob must be opened again,
-    which reads all of it, and finds a sound copy where there is one. The content goes with its
-    last reader.
+    which reads all of it, and finds a sound copy if there is one. The content lives until its last
+    reader is gone.
     """
 
     def __init__(self, content: Content) -> None:
@@ -340,7 +342,7 @@ class BlobFile(io.RawIOBase):
 
     @property
     def is_in_leaves(self) -> bool:
-        """Return True if its digest is that of a list of leaves."""
+        """Return True if the blob is a state stored as leaves."""
         return self._content.is_in_leaves
 
     def readable(self) -> bool:
@@ -376,35 +378,35 @@ class BlobFile(io.RawIOBase):
         return len(data)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill a view with the bytes from an offset on, which the blob must have."""
+        """Fill `view` with the blob's bytes from an offset on; the blob must have that many."""
         self._content.read_into(view, offset)
 
     def source(self) -> FileSource:
-        """Return the data as a stream's source, which outlives the closing of the file. Bytes from
-        the start of a chunk on are left for `check`."""
+        """Return the data as a stream source that outlives the closing of this file. Bytes after
+        the start of a chunk are left for `check` to verify."""
         return self._content.source
 
     @property
     def offer(self) -> Callable[[], tensor_pb2.OpenFile | None]:
-        """Return a function that offers the data to a process on this machine while the content is
-        alive, or gives None where they are in no one file."""
+        """Return a function that offers the data's open file to another process on this machine,
+        while the content is alive, or None if the data is not in one file."""
         return self._content.offer
 
     @property
     def check(self) -> Callable[[int, bytes], None]:
-        """Return the check of a frame (see `frames`) with the source's bytes from an offset on."""
+        """Return a function that checks frames (see `frames`) of the source from an offset on."""
         return self._content.check
 
 
 class FileContent:
-    """The bytes of a blob that is one open file; kept alive by its readers."""
+    """The bytes of a blob that is one open file; closed when its last reader is gone."""
 
     is_in_leaves = False
 
     def __init__(
         self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
     ) -> None:
-        """Take the descriptor over; on_damage: called before an error about other bytes."""
+        """Take over the descriptor; on_damage: called before an error about wrong bytes."""
         weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._digest, self._sums = descriptor, digest, sums
         self._piece_bytes = sums.piece_bytes
@@ -428,7 +430,7 @@ class FileContent:
             done += len(piece)
 
     def _chunk(self, number: int) -> memoryview:
-        """Return a chunk of the data, checked. The newest one is kept."""
+        """Return a checked chunk of the data; the latest one is cached."""
         if self._newest[0] != number:
             data = self._pread(number)
             if crc32c(data) != self._sums.of_chunk(number)[1]:

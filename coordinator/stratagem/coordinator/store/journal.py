@@ -1,11 +1,11 @@
-"""Journal is an append-only log of events under a lease, which guarantees durability, order and
-the fence.
+"""Journal is an append-only log of events under a lease; it guarantees durability, order and
+fencing.
 
 `append` is one transaction that checks the term, inserts and commits to disk; when it returns, the
-events survive a power cut. A coordinator that lost the lead finds out at its next append or
-renewal and writes nothing. The journal waits for a database that went away; events that were
-committed meanwhile are found there and not written twice. One thread at a time uses a Journal. The
-meaning of an event is unknown here.
+events survive a power cut. A coordinator that lost the lead finds out at its next append or renewal
+and writes nothing. The journal waits for a database that went away; events that were committed
+meanwhile are found there and not written twice. One thread at a time uses a Journal. The meaning of
+an event is unknown here.
 """
 
 import secrets
@@ -61,19 +61,19 @@ from stratagem.coordinator.store.step_history import HistoryRow
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A summary of a run up to its newest event, as text."""
+    """A summary of a run up to its newest event, as text, so that its events need not be read."""
 
     run_id: RunId
     version: str
-    """Version of the program that wrote it, and that alone can read it."""
+    """The version of the program that wrote the summary; only that version can read it."""
     brief: str
-    """The part that is read of every run at the start."""
+    """The part of the summary that is read for every run at start-up."""
     shown: str
-    """The part that is read when a caller asks for the run."""
+    """The part of the summary that is read when a caller asks for the run."""
 
 
 def put(connection: Connection, summaries: Sequence[RunSummary]) -> None:
-    """Replace the summaries of these runs, whose newest events are written."""
+    """Replace the stored summaries of these runs; the runs' newest events are written already."""
     if not summaries:
         return
     connection.execute(delete(summary).where(summary.c.run_id.in_([s.run_id for s in summaries])))
@@ -104,24 +104,24 @@ class DuplicateKeyError(ConflictError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event as a row of the journal. The run id "" is the cluster itself."""
+    """One event, as a row of the journal. The run id "" stands for the cluster itself."""
 
     run_id: RunId
     seq: int
-    """Number of the event inside its run, from 0, without gaps."""
+    """The number of the event inside its run: from 0, without gaps."""
     kind: str
     schema_version: int
     payload: str
     time_s: float
-    """Leader-clock time."""
+    """The leader-clock time of the event."""
     wall_s: float
-    """Wall-clock time, for display; no decision depends on it."""
+    """The wall-clock time of the event, for display only."""
     idem_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """An event with its place in the order of all events, and the term that wrote it."""
+    """A stored event, with its position in the order of all events, and the term that wrote it."""
 
     position: int
     term: int
@@ -131,7 +131,7 @@ class StoredRecord:
 _STORED: Final = tuple(
     event.c[each] for each in ("position", "term", *(each.name for each in fields(Record)))
 )
-"""The columns of a stored record, in its order."""
+"""The columns of a StoredRecord, in the order of its fields."""
 _REPLACED: Final = (
     update(event)
     .where(event.c.run_id == bindparam("of_run"), event.c.seq == bindparam("number"))
@@ -147,17 +147,17 @@ class Journal:
     """The journal in one database; see the module for the rules."""
 
     def __init__(self, database: Database, again: Callable[[], Database]) -> None:
-        """again: opens the same database with connections of its own."""
+        """Set up on an open database; again: opens the same database with new connections."""
         self._database = database
         self._again = again
 
     @classmethod
     def open(cls, place: Path | str, *, password_file: Path | None = None) -> Self:
-        """Open the journal at a place, made or migrated to the present schema if need be.
+        """Open the journal at a place; it is made, or migrated to the present schema, if need be.
 
         place: the path of a SQLite file, on a local disk only (WAL shares memory), or
         postgresql://[user@]host[:port]/database. Raises InvalidInputError for another URL,
-        UnavailableError when the database cannot be reached, ConflictError for a newer schema.
+        UnavailableError if the database cannot be reached, ConflictError for a newer schema.
         """
         database = _database(place, password_file)
         try:
@@ -168,11 +168,11 @@ class Journal:
         return cls(database, lambda: _database(place, password_file))
 
     def close(self) -> None:
-        """Close the connections; the lead is not released."""
+        """Close the connections; the lead is kept."""
         self._database.close()
 
     def snapshot(self) -> Snapshot:
-        """Return the journal as it is now, on connections of its own; it is to be closed."""
+        """Return a snapshot of the journal on new connections, for the caller to close."""
         database = self._again()
         try:
             return Snapshot(database)
@@ -182,8 +182,8 @@ class Journal:
 
     @classmethod
     def restore(cls, path: Path, place: Path | str, *, password_file: Path | None = None) -> int:
-        """Make the journal at a place, which must be without events, that of a snapshot's file, and
-        return the term from which it goes on. Raises ConflictError where it has events."""
+        """Restore a snapshot's file into the journal at a place; return the term from which it
+        continues. Raises ConflictError if the journal there has events."""
         journal = cls.open(place, password_file=password_file)
         try:
             return restore(path, journal._database)
@@ -201,26 +201,26 @@ class Journal:
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> Lead:
-        """Block until the lead is ours, and fence whoever had it.
+        """Block until this process has the lead, and fence the previous leader.
 
         A lead that was released, or whose holder died on this host, is taken at once. Any other is
-        taken when it was not renewed for ttl_s: by the clock of PostgreSQL, not counting time
-        in which that was down; over SQLite by our own monotonic time, summed over looks of
-        ttl_s / 5, so that neither a clock that jumps nor a pause of the whole machine counts
-        as the silence of the other. To give up, let `sleep` raise.
+        taken after ttl_s without a renewal: over PostgreSQL by the database's clock, not counting
+        its down time; over SQLite by our own monotonic time, summed over looks of ttl_s / 5, so
+        that neither a clock jump nor a pause of the whole machine counts as the other's silence. To
+        give up, let `sleep` raise.
         """
         return Candidate(self._database, holder, ttl_s, on_wait, monotonic, sleep).wait()
 
     def renew(self, term: int) -> None:
-        """Show that the leader lives; call it every ttl / 3. Raises FencedError."""
+        """Renew the lease; call this every ttl / 3. Raises FencedError."""
         self._database.persist(lambda _: renew(self._database, term))
 
     def release(self, term: int) -> None:
-        """Give the lead up, so that the next need not wait; no error when it is lost already."""
+        """Release the lead, so that the next leader need not wait; do nothing if it is lost."""
         release(self._database, term)
 
     def identity(self, term: int) -> str:
-        """Return the identifier of this journal; it stays the same in copies of it."""
+        """Return the unique identifier of this journal, which copies of it share."""
         return self._database.persist(lambda _: self._identity(term))
 
     def _identity(self, term: int) -> str:
@@ -244,12 +244,12 @@ class Journal:
     ) -> list[int]:
         """Make the records durable, all or none, and return their positions.
 
-        summaries: of runs that have come to rest with them, or before. histories: of segments that
-        have ended with them. returns: by run, the segment that it returns to with them: what was
-        recorded behind it is deleted.
-        Raises FencedError when `term` does not lead, DuplicateKeyError when a record's key was
-        used before in its run, UnavailableError when the disk is full, the file stays locked, or
-        the database does not come back.
+        summaries: of runs that are at rest now. histories: of segments that have ended. returns:
+        keyed by run, the segment that it returns to; the history after it is deleted.
+
+        Raises FencedError if `term` does not lead, DuplicateKeyError if a record's key was used
+        before in its run, UnavailableError if the disk is full, the file stays locked, or the
+        database does not come back.
         """
         if not records and not summaries and not histories:
             return []
@@ -282,11 +282,11 @@ class Journal:
             raise self._conflict(records) from error
 
     def sum_up(self, term: int, records: Sequence[Record]) -> None:
-        """Put records in the places of events of their run, those of the same numbers, and delete
-        all events of it before them, which the records say again: all or nothing.
+        """Replace the events that have the records' numbers, and delete all earlier events of the
+        run, which the records summarize; all or nothing.
 
-        Places in the order of all events, and times, stay those of the events that are replaced.
-        Raises FencedError when `term` does not lead.
+        The records keep the positions and times of the events that they replace. Raises FencedError
+        if `term` does not lead.
         """
         self._persist(lambda _: self._sum_up(term, records))
 
@@ -307,20 +307,21 @@ class Journal:
 
     @contextmanager
     def _writing(self, term: int) -> Iterator[Connection]:
-        """Open a transaction that writes events."""
+        """Context manager that opens a transaction which writes events as the leader."""
         with leading(self._database, term) as connection:
             yield connection
             failpoint("coordinator.journal.before_commit")
 
     def _persist(self, act: Callable[[bool], T]) -> T:
-        """Do such a transaction; see Database.persist."""
+        """Run a transaction as the leader, with retries; see Database.persist."""
         done = self._database.persist(act)
         failpoint("coordinator.journal.after_commit")
         return done
 
     def briefs(self, version: str) -> dict[RunId, str | None]:
-        """Return every run that has events, in the order of their first ones, with the brief of its
-        summary of this version, up to its newest event; None: its events have to be read."""
+        """Return the brief of each run that has events, in order of first events; None if the run's
+        events must be read. A brief is used only if its summary has this version and covers the
+        run's newest event."""
         # Looks into the index once per run, however many events it has.
         name = select(func.min(event.c.run_id).label("run_id")).cte("name", recursive=True)
         following = select(func.min(event.c.run_id)).where(event.c.run_id > name.c.run_id)
@@ -347,14 +348,14 @@ class Journal:
         return self.ask(lambda c: {RunId(row.run_id): row.brief for row in c.execute(query)})
 
     def shown(self, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
-        """Return the views in the newest summaries of these runs, for those that have one."""
+        """Return the views in these runs' newest summaries; runs without one are left out."""
         wanted = select(summary.c.run_id, summary.c.shown).where(summary.c.run_id.in_(run_ids))
         return self.ask(lambda c: {RunId(row.run_id): row.shown for row in c.execute(wanted)})
 
     def read(
         self, run_id: RunId, from_seq: int = 0, page_rows: int = _PAGE_ROWS
     ) -> Iterator[StoredRecord]:
-        """Yield the events of one run, from one number on; page_rows of them are read at once."""
+        """Yield the events of one run from from_seq on; page_rows of them are read at once."""
         while True:
             rows = self.page(run_id, from_seq, num_rows=page_rows)
             yield from rows
@@ -372,8 +373,8 @@ class Journal:
         kinds: Collection[str] = (),
         newest_first: bool = False,
     ) -> list[StoredRecord]:
-        """Return events of one run: those of these kinds (all, where none is named) in a span of
-        numbers, num_rows of them at most, from its one end or its other."""
+        """Return at most num_rows events of one run, of these kinds (by default all) and in this
+        span of numbers, from its start or, with newest_first, its end."""
         order = event.c.seq.desc() if newest_first else event.c.seq
         query = select(*_STORED).where(event.c.run_id == run_id, event.c.seq >= from_seq)
         if before_seq is not None:
@@ -384,7 +385,7 @@ class Journal:
         return self.ask(lambda connection: list(map(_stored, connection.execute(query))))
 
     def delete_run(self, term: int, run_id: RunId) -> None:
-        """Delete all events of a run. The leader's clock does not go back."""
+        """Delete all events of a run; the leader's clock does not go back."""
         self._database.persist(lambda _: self._delete_run(term, run_id))
 
     def _delete_run(self, term: int, run_id: RunId) -> None:
@@ -396,8 +397,8 @@ class Journal:
             step_history.forget(connection, run_id)
 
     def merge_histories(self, term: int, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
-        """Replace rows of a party by one with the same content; False: they changed since they were
-        read. Raises FencedError."""
+        """Replace rows of a party's step history by one with the same content; return False if they
+        changed since they were read. Raises FencedError."""
 
         def merge(_is_repeat: bool) -> bool:
             with leading(self._database, term) as connection:
@@ -406,7 +407,7 @@ class Journal:
         return self._database.persist(merge)
 
     def ask(self, query: Callable[[Connection], T]) -> T:
-        """Return the result of a query (see step_history.py), in a transaction that only reads."""
+        """Return the result of a query (see step_history.py), run in a read-only transaction."""
 
         def read(_is_repeat: bool) -> T:
             with self._database.read() as connection:
@@ -415,7 +416,7 @@ class Journal:
         return self._database.persist(read)
 
     def _conflict(self, records: Sequence[Record]) -> ConflictError:
-        """Return the error that names the record that clashed with the journal or its batch."""
+        """Return the error that names the record which clashes with the journal or this batch."""
         batch: set[tuple[RunId, str]] = set()
         for record in records:
             if record.idem_key is None:
@@ -447,7 +448,7 @@ def _database(place: Path | str, password_file: Path | None) -> Database:
 
 
 def _committed(connection: Connection, term: int, records: Sequence[Record]) -> list[int]:
-    """Return the positions of records that an earlier attempt has committed; [] when it has not."""
+    """Return the positions of these records if an earlier attempt has committed them; else []."""
     spots = [(record.run_id, record.seq) for record in records]
     query = select(*_STORED).where(event.c.term == term)
     rows = connection.execute(query.where(tuple_(event.c.run_id, event.c.seq).in_(spots)))

@@ -1,7 +1,7 @@
-"""The lead of a journal fences former leaders: one row says who may write, and under which term.
+"""The lead of a journal: one row says who may write under which term, and fences others.
 
-The fence is the term: it stands in the row, which every transaction of the leader reads, and
-locks, before it writes.
+The fence is the term: it stands in the row, which every transaction of the leader reads, and locks,
+before it writes.
 """
 
 import json
@@ -34,20 +34,21 @@ _START_FIELD = 19
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process, identified by host, pid and start; `name` is for display."""
+    """A process that holds or wants the lead, identified by host, pid and start time; `name` is for
+    display."""
 
     name: str
     host: str
-    """Host name, boot and pid namespace; "" where the system does not reveal them."""
+    """Host name, boot id and pid namespace; "" if the system does not reveal them."""
     pid: int
     started: int
-    """Clock ticks between the boot and the start of the process: tells a reused pid apart."""
+    """Clock ticks from boot to the start of the process, which distinguish a reused pid."""
     address: str = ""
-    """host:port at which it serves, which other coordinators give to callers while it leads."""
+    """host:port of the process, to which other coordinators refer callers while it leads."""
 
     @classmethod
     def of_this_process(cls, name: str = "", address: str = "") -> Self:
-        """Return this process, as the holder it would be."""
+        """Return this process as a holder."""
         pid = os.getpid()
         stat = _stat(pid)
         started = int(stat[_START_FIELD]) if stat else 0
@@ -56,7 +57,7 @@ class Holder:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the holder that `to_json` wrote."""
+        """Parse the JSON that `to_json` wrote."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
@@ -64,7 +65,7 @@ class Holder:
         return json.dumps(asdict(self))
 
     def is_known_dead(self) -> bool:
-        """Return True when the process ran on this host and has ended; False also when in doubt."""
+        """Return True if the process ran on this host and has ended; False if in doubt."""
         if not self.host or self.host != _this_host():
             return False
         stat = _stat(self.pid)
@@ -73,7 +74,7 @@ class Holder:
 
 def _this_host() -> str:
     """Return an identifier of this host. Containers may share a boot id, and even a host name, but
-    then not a pid namespace."""
+    then have different pid namespaces."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -82,7 +83,7 @@ def _this_host() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the state on; None without such a process."""
+    """Return the fields of /proc/<pid>/stat from the state on; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -95,7 +96,7 @@ def _stat(pid: int) -> list[str] | None:
 _LOOKS_PER_TTL: Final = 5
 
 _LOCKED: Final = select(lease.c.term, lease.c.holder).with_for_update()
-"""Made once: what SQLAlchemy derives of a statement it keeps with it."""
+"""The query that locks the lease row; made once, so that SQLAlchemy caches its compiled form."""
 
 log = structlog.get_logger()
 
@@ -106,7 +107,7 @@ class FencedError(StaleError):
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """The right to write: the term, and the time from which the leader's clock continues."""
+    """The right to write: the leader's term, and the time from which the leader clock continues."""
 
     term: int
     last_time_s: float
@@ -114,22 +115,22 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The row of the lease as it was at one look."""
+    """The row of the lease, as read at one time."""
 
     holder: Holder | None
-    """None once it was released."""
+    """The process that leads; None once the lead was released."""
     term: int
     renewals: int
     silent_s: float | None = field(compare=False)
-    """Seconds since the last renewal, by the database's clock; None where that is not reliable."""
+    """The seconds since the last renewal, by the database's clock; None if not reliable."""
 
     def is_free(self) -> bool:
-        """Return True when the lease can be taken without waiting."""
+        """Return True if the lead can be taken at once: it was released, or its holder is dead."""
         return self.holder is None or self.holder.is_known_dead()
 
 
 def look(database: Database) -> Lease:
-    """Return the lease as it is now."""
+    """Read the lease."""
     silent = literal(None, Float) if database.silent_s is None else database.silent_s
     query = select(lease.c.holder, lease.c.term, lease.c.renewals, silent.label("silent_s"))
     with database.read() as connection:
@@ -140,7 +141,7 @@ def look(database: Database) -> Lease:
 
 @dataclass(slots=True)
 class Silence:
-    """The time since the leader last renewed: by the database's clock, as far as that is plausible.
+    """The measured time since the leader last renewed, by the database's clock if plausible.
 
     That clock may jump. Its first reading is believed; from then on the silence is bounded by how
     long we have seen the row unchanged and by how long ago it can have been renewed.
@@ -148,12 +149,12 @@ class Silence:
 
     _seen: Lease | None = None
     _looked_s: float = 0.0
-    """Time of the last look, by our own monotonic clock."""
+    """The time of the last look, by our own monotonic clock."""
     _least_s: float = 0.0
     _most_s: float = 0.0
 
     def look(self, now: Lease, now_s: float) -> None:
-        """Record the lease as it is at a time of our clock."""
+        """Record the lease that was read at now_s by our monotonic clock."""
         if self._seen is None:
             self._most_s = max(now.silent_s or 0.0, 0.0)
         elif now != self._seen:  # renewed since we looked
@@ -163,7 +164,7 @@ class Silence:
         self._seen, self._looked_s = now, now_s
 
     def add(self, seconds: float) -> None:
-        """Add seconds that we have waited; any more that our clock shows was a freeze of ours."""
+        """Add seconds that we really waited; any further time on our clock was a freeze."""
         self._least_s += seconds
 
     @property
@@ -174,21 +175,21 @@ class Silence:
 
 @dataclass(slots=True)
 class Candidate:
-    """A coordinator that waits for the lead."""
+    """A coordinator that waits for the lead of a journal."""
 
     database: Database
     holder: Holder
     ttl_s: float
     on_wait: Callable[[Lease], object]
-    """Called with the lease at every look at which another holds it."""
+    """Called with the lease each time that another process is found to hold it."""
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
     _asked_for: int | None = None
-    """The term of an attempt whose answer was lost."""
+    """The term of an attempt to take the lead whose answer was lost."""
     _silence: Silence = field(default_factory=Silence)
 
     def wait(self) -> Lead:
-        """Check the lease repeatedly until the lead is ours."""
+        """Check the lease repeatedly until this process has the lead."""
         while True:
             try:
                 seen = look(self.database)
@@ -221,7 +222,7 @@ class Candidate:
         self._silence.add(min(self.monotonic() - before_s, interval_s))
 
     def _compare_and_take(self, seen: Lease) -> Lead | None:
-        """Take the lead if the row is still as seen."""
+        """Take the lead if the row is unchanged since `seen`; else return None."""
         take = (
             update(lease)
             .where(lease.c.holder == (seen.holder.to_json() if seen.holder else ""))
@@ -244,10 +245,10 @@ class Candidate:
 
 @contextmanager
 def leading(database: Database, term: int) -> Iterator[Connection]:
-    """Open a transaction of the leader. Raises FencedError when `term` does not lead.
+    """Context manager for a transaction of the leader. Raises FencedError if `term` does not lead.
 
-    The lock on the row makes a process that would take the lead wait for the end of this
-    transaction, and a repetition of it, too: so it sees for certain whether this was committed.
+    The lock on the row makes a process that wants the lead wait for the end of this transaction; a
+    retry waits, too, and so sees for certain whether this was committed.
     """
     with database.write() as connection:
         row = connection.execute(_LOCKED).one()
@@ -259,20 +260,20 @@ def leading(database: Database, term: int) -> Iterator[Connection]:
 
 
 def renew(database: Database, term: int) -> None:
-    """Show that the leader lives. Raises FencedError."""
+    """Renew the lease in a transaction of the leader. Raises FencedError."""
     now = update(lease).values(renewals=lease.c.renewals + 1, renewed_s=database.now_s)
     with leading(database, term) as connection:
         connection.execute(now)
 
 
 def release(database: Database, term: int) -> None:
-    """Give the lead up; no error when it is lost already."""
+    """Release the lead; do nothing if it is lost already."""
     with database.write() as connection:
         connection.execute(update(lease).where(lease.c.term == term).values(holder=""))
 
 
 def last_time_s(connection: Connection) -> float:
-    """Return the newest time of all events, even deleted ones: the leader's clock goes on there."""
+    """Return the newest time of all events, even deleted ones: the leader clock starts there."""
     newest = select(event.c.time_s).order_by(event.c.position.desc()).limit(1)
     floor = select(meta.c.value).where(meta.c.key == CLOCK_FLOOR)
     return max(

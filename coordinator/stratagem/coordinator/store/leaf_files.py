@@ -1,9 +1,9 @@
-"""LeafFiles opens the files of leaves with every byte checked, and collects them when nothing
-needs them.
+"""LeafFiles stores leaves (content-addressed pieces of states) as files: opens them with every byte
+checked, and collects unneeded ones.
 
 Workers write the files, so a leaf counts only when its digest has been verified here. Collecting
-moves a file into a bin of this opening of the folder, of which the next opening removes all
-others: a coordinator that was frozen and replaced cannot delete what its successor relies on.
+moves a file into a bin of this opening of the folder, of which the next opening removes all others:
+a coordinator that was frozen and replaced cannot delete what its successor relies on.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from stratagem.coordinator.store.files import (
 
 
 class NewLeaf(Protocol):
-    """A leaf whose bytes come to the coordinator: write them, then keep it, or drop it."""
+    """Receives the bytes of a leaf that the coordinator stores: write them, then keep or drop."""
 
     def write(self, data: memoryview) -> None: ...
     def keep(self, digest: Digest) -> None: ...
@@ -47,41 +47,41 @@ class NewLeaf(Protocol):
 
 
 class LeafStore(Protocol):
-    """The leaves of all states of one store."""
+    """A store of leaves, which the states of all runs share."""
 
     def new(self, upload: str) -> NewLeaf:
-        """Begin a leaf of an upload."""
+        """Begin a new leaf of an upload."""
 
     def open(self, digest: Digest) -> "OpenLeaf":
-        """Open a sound copy of a leaf. Raises MissingBlobError, or IntegrityError without one."""
+        """Open an undamaged copy of a leaf. Raises MissingBlobError if there is no copy,
+        IntegrityError if all are damaged."""
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return the leaves of kept states that need not be written again: nobody but this
-        coordinator may delete them."""
+        """Return the leaves that a new state may reuse: only this coordinator may delete them."""
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Make all leaves of a state reliable: a fact will name it; False if one is missing."""
+        """Make all leaves of a state reliable, as a fact will name it; False if one is missing."""
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return the leaves, given with their sizes, that an upload has not written with that size;
-        the others can be committed from now on."""
+        """Return the leaves that the upload has not written with their expected size; the others
+        may be committed. sizes: the expected size of each leaf."""
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
-        """Return the leaves of a state that are not there."""
+        """Return those of a state's leaves that are missing."""
 
     def check(self, digest: Digest, upload: str) -> bool:
-        """Read a leaf as an upload wrote it; True where it has its digest."""
+        """Read a leaf that an upload wrote; return True if its bytes match its digest."""
 
     def all_copies(self) -> Collection[Any]:
-        """Return the stored leaves, for `collect`."""
+        """Return all stored copies of leaves, for `collect`."""
 
     def collect(
         self, copies: Collection[Any], named: Collection[Digest], under_way: Collection[str]
     ) -> None:
-        """Delete copies that neither a list nor a claim needs, and equal ones but for the newest
-        sound one.
+        """Delete copies that neither a list of leaves nor a claim needs; of equal copies keep the
+        newest sound one.
 
-        copies: those of all leaves, from before `named` and `under_way` were determined; claims
+        copies: of all leaves, from before `named` and `under_way` were determined; claims made
         since then count, too.
         """
 
@@ -95,12 +95,12 @@ class LeafStore(Protocol):
 class LeafClaims:
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held while claims are made of leaves that are there, and while leaves are deleted."""
+        """A lock that is held while existing leaves are claimed, and while leaves are deleted."""
         self._uploads: set[str] = set()
         self._used: Counter[Digest] = Counter()
 
     def begin(self, upload: str, leaves: Collection[Digest]) -> None:
-        """Note that an upload is under way, and relies on these leaves."""
+        """Register an upload in progress, and claim the leaves that it relies on."""
         with self.lock:
             self._uploads.add(upload)
             self._used.update(leaves)
@@ -111,7 +111,7 @@ class LeafClaims:
             self.release(leaves)
 
     def use(self, leaves: Collection[Digest]) -> None:
-        """Note that somebody reads these leaves."""
+        """Claim these leaves for a reader."""
         with self.lock:
             self._used.update(leaves)
 
@@ -120,7 +120,7 @@ class LeafClaims:
             self._used -= Counter(leaves)  # and none is left of those that are 0
 
     def present(self) -> tuple[frozenset[str], frozenset[Digest]]:
-        """Return the uploads that are under way now, and the leaves that are in use."""
+        """Return the uploads in progress, and the leaves in use."""
         with self.lock:
             return frozenset(self._uploads), frozenset(self._used)
 
@@ -140,8 +140,8 @@ _Identity = tuple[int, int, int]  # inode, size, time of change
 
 
 class OpenLeaf:
-    """An open leaf, with a checksum of each of its chunks, so that every byte is checked when it is
-    read; the file is closed with its last reader."""
+    """An open leaf with a checksum per chunk, so that every read is checked; the file is closed
+    with its last reader."""
 
     def __init__(self, digest: Digest, descriptor: int, sums: Sequence[int]) -> None:
         weakref.finalize(self, os.close, descriptor)
@@ -150,7 +150,7 @@ class OpenLeaf:
 
     @classmethod
     def of(cls, digest: Digest, descriptor: int, size: int) -> Self | None:
-        """Open a file of `size` bytes, taking the descriptor over; None for another digest."""
+        """Open a file of `size` bytes, taking over the descriptor; None if the digest differs."""
         sums = sums_of(digest, descriptor, size)
         if sums is None:
             os.close(descriptor)
@@ -158,8 +158,8 @@ class OpenLeaf:
         return cls(digest, descriptor, sums)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill a view with the bytes from an offset on. Raises UnavailableError where they changed
-        since the leaf was opened."""
+        """Fill `view` with the leaf's bytes from an offset on. Raises UnavailableError if they
+        changed since the leaf was opened."""
         done = 0
         while done < len(view):
             number, skipped = divmod(offset + done, CHUNK_BYTES)
@@ -183,7 +183,7 @@ class OpenLeaf:
 
 
 class _NewFile:
-    """A leaf that comes to the coordinator, as a file that is not whole yet."""
+    """A leaf that the coordinator is receiving, in an unfinished file."""
 
     def __init__(self, folder: StateFolder, upload: str) -> None:
         self._folder, self._upload = folder, upload
@@ -207,7 +207,7 @@ class _NewFile:
 
 
 class LeafFiles:
-    """The leaves below one folder, which is made if absent; see LeafStore."""
+    """The leaves in one folder, which is made if absent; see LeafStore."""
 
     def __init__(self, folder: StateFolder, claims: LeafClaims) -> None:
         self._folder, self._claims = folder, claims
@@ -223,7 +223,7 @@ class LeafFiles:
         return _NewFile(self._folder, upload)
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return all leaves: a coordinator that was replaced cannot delete."""
+        """Return all of these leaves: a replaced coordinator cannot delete any."""
         return leaves
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
@@ -234,7 +234,7 @@ class LeafFiles:
         return {digest for digest, size in sizes.items() if self._size(digest, upload) != size}
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
-        """Return the leaves of which there is no file, whole or damaged."""
+        """Return the leaves among these that have no file, whole or damaged."""
         return [leaf for leaf in leaves if not self._folder.copies(leaf)]
 
     def open(self, digest: Digest) -> OpenLeaf:
@@ -309,7 +309,7 @@ class LeafFiles:
         self._verified.pop(digest_and_upload(path.name)[0], None)
 
     def _verify(self, digest: Digest, descriptor: int) -> Sequence[int] | None:
-        """Return the checksums of a file that has the digest; None where it has another one."""
+        """Return the checksums of a file whose bytes match the digest; None if they do not."""
         status = os.fstat(descriptor)
         identity = status.st_ino, status.st_size, status.st_mtime_ns
         verified = self._verified.get(digest)
@@ -323,7 +323,7 @@ class LeafFiles:
 
 
 def sums_of(digest: Digest, descriptor: int, size: int) -> Sequence[int] | None:
-    """Return the checksum of each chunk of a file with the digest; None for another digest."""
+    """Return the checksum of each chunk of a file; None if its digest is another one."""
     hasher, sums = hashlib.sha256(), array("I")
     for offset in range(0, size, CHUNK_BYTES):
         data = os.pread(descriptor, CHUNK_BYTES, offset)

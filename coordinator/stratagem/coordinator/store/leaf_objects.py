@@ -33,11 +33,11 @@ from stratagem.coordinator.store.files import Scratch
 from stratagem.coordinator.store.leaf_files import LeafClaims, OpenLeaf
 
 VALID_FOR: Final = timedelta(minutes=15)
-"""The time for which a signed request is valid; a later caller asks for another one."""
+"""The time for which a signed URL is valid; later callers ask for a new one."""
 _FOLDER: Final = "leaves"
 _SUFFIX: Final = ".leaf"
 _NUM_AT_ONCE: Final = 16
-"""Requests for small answers that are under way at once."""
+"""The number of concurrent requests that have small answers."""
 _NUM_DELETED: Final = 1000
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _NewObject:
-    """A leaf that comes to the coordinator, in a file until it is whole."""
+    """A leaf that the coordinator is receiving, in a scratch file until it is complete."""
 
     def __init__(self, objects: Objects, scratch: Scratch, upload: str) -> None:
         self._objects, self._scratch, self._upload, self._size = objects, scratch, upload, 0
@@ -66,16 +66,16 @@ class _NewObject:
 
 
 class LeafObjects:
-    """The leaves below one prefix, for the coordinator of a term; see LeafStore."""
+    """The leaves below one prefix of a bucket, for the coordinator of one term; see LeafStore."""
 
     def __init__(
         self, objects: Objects, scratch: Callable[[], Scratch], claims: LeafClaims, term: int
     ) -> None:
-        """scratch: makes files on this machine."""
+        """Set up; scratch: makes temporary files on this machine."""
         self._objects, self._scratch, self._claims, self._term = objects, scratch, claims, term
         self._own: dict[Digest, str] = {}
-        """Names of objects that were written under this term and found there, by leaf; changed
-        under the lock of the claims."""
+        """The names of objects written under this term and seen in the store, keyed by leaf;
+        protected by the claims' lock."""
         self._opened: WeakValueDictionary[Digest, OpenLeaf] = WeakValueDictionary()
         self._opening: dict[Digest, threading.Lock] = {}
 
@@ -83,16 +83,16 @@ class LeafObjects:
         return _NewObject(self._objects, self._scratch(), upload)
 
     def signed_puts(self, leaves: Sequence[Digest], upload: str) -> Sequence[str]:
-        """Return URLs by which these leaves may be written as those of an upload."""
+        """Return signed URLs with which these leaves may be written, as part of an upload."""
         return self._objects.signed("PUT", [_name(leaf, upload) for leaf in leaves], VALID_FOR)
 
     def signed_gets(self, leaves: Sequence[Digest]) -> Sequence[str]:
-        """Return URLs by which these leaves may be read. Raises MissingBlobError."""
+        """Return signed URLs with which these leaves may be read. Raises MissingBlobError."""
         names = self._map(self._newest, leaves)
         return self._objects.signed("GET", names, VALID_FOR)
 
     def open(self, digest: Digest) -> OpenLeaf:
-        """Fetch a sound copy of a leaf; those who have it open share it; see LeafStore."""
+        """Download an undamaged copy of a leaf; concurrent readers share it; see LeafStore."""
         with self._fetching(digest):
             leaf = self._opened.get(digest)
             if leaf is None:
@@ -100,12 +100,12 @@ class LeafObjects:
             return leaf
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return the leaves that were written under this term; see LeafStore."""
+        """Return the leaves among these that were written under this term; see LeafStore."""
         with self._claims.lock:
             return [leaf for leaf in leaves if leaf in self._own]
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Copy leaves of earlier terms inside the store; see LeafStore."""
+        """Copy leaves of earlier terms to names of this term; see LeafStore."""
         lent = [leaf for leaf in dict.fromkeys(leaves) if leaf not in self._own]
         try:
             self._map(self._copy, lent)
@@ -126,7 +126,7 @@ class LeafObjects:
         return sizes.keys() - right.keys()
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
-        """Return the leaves that were not found under this term."""
+        """Return the leaves among these that have no known object of this term."""
         with self._claims.lock:
             return [leaf for leaf in leaves if leaf not in self._own]
 
@@ -163,7 +163,7 @@ class LeafObjects:
             self._objects.delete(doomed[start : start + _NUM_DELETED])
 
     def _sound(self, digest: Digest, copies: Sequence[StoredObject]) -> StoredObject:
-        """Return the newest sound copy; copies that the store calls equal are not read."""
+        """Return the newest undamaged copy; copies with equal ETags are not read."""
         newest = copies[-1]
         if all(each.tag and (each.tag, each.num_bytes) == _bytes_of(newest) for each in copies):
             return newest
@@ -180,7 +180,7 @@ class LeafObjects:
         return hasher.hexdigest() == digest
 
     def _copies_of(self, digest: Digest) -> list[StoredObject]:
-        """Return the objects of a leaf, the newest last."""
+        """Return the objects of a leaf, the newest last. Raises MissingBlobError."""
         listed = self._objects.list(f"{_FOLDER}/{digest}")
         copies = [stored for stored in listed if term_of(stored.name) is not None]
         if not copies:
@@ -191,7 +191,7 @@ class LeafObjects:
         return self._own.get(digest) or self._copies_of(digest)[-1].name
 
     def _copy(self, digest: Digest) -> None:
-        """Make an object of this term of a sound copy. Raises MissingBlobError."""
+        """Copy an undamaged object of a leaf to a name of this term. Raises MissingBlobError."""
         name = _name(digest, unique_name(self._term))
         try:
             self._objects.copy(self._sound(digest, self._copies_of(digest)).name, name)
@@ -226,7 +226,7 @@ class LeafObjects:
 
     @contextmanager
     def _fetching(self, digest: Digest) -> Iterator[None]:
-        """Have those who want the same leaf share one transfer."""
+        """Context manager that lets concurrent readers of a leaf share one download."""
         with self._claims.lock:
             lock = self._opening.setdefault(digest, threading.Lock())
         try:

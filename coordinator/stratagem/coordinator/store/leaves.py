@@ -1,5 +1,5 @@
-"""LeafBlobs is a blob store that has states in leaves beside whole files, below a data folder or
-in a bucket.
+"""LeafBlobs is a blob store that also holds states as leaves: pieces named by digest, which equal
+states share. Leaves are in a data folder or a bucket.
 
 The name of a state in leaves is the digest of its list, which is a blob like any other. The list
 becomes durable after all its leaves and thereby completes the state. Lists are collected as blobs
@@ -56,11 +56,12 @@ from stratagem.coordinator.store.shared_blobs import BlobCache, SharedBlobs
 # The files that an upload writes are protected from collection until it ends.
 
 WriteList = Callable[[Manifest, Sequence[Digest]], Digest]
-"""Makes the list of a state's leaves durable, and returns its digest."""
+"""Makes the list of a state's leaves durable, and returns the list's digest."""
 
 
 class DirectUpload:
-    """One upload of leaves, from before the first is written until the state is there."""
+    """An upload of leaves, from before the first leaf is written until the state is complete. Its
+    leaves are not collected meanwhile."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class DirectUpload:
         claims: LeafClaims,
         write_list: WriteList,
     ) -> None:
-        """have: leaves that are in the store, and stay there until the upload ends."""
+        """Set up; have: the leaves that are in the store and stay until the upload ends."""
         self.name, self.have = name, have
         self._leaves, self._claims, self._write_list = leaves, claims, write_list
         self._is_over = False
@@ -82,22 +83,22 @@ class DirectUpload:
         self.end()
 
     def end(self) -> None:
-        """Note that nothing is written any more; leaves that no list names are garbage now."""
+        """End the upload: nothing more is written, and leaves that no list names become garbage."""
         if not self._is_over:
             self._is_over = True
             self._claims.end(self.name, self.have)
 
     def check(self, leaf: Digest) -> bool:
-        """Read a leaf that this upload wrote; True where it has its digest."""
+        """Read a leaf that this upload wrote; return True if its bytes match its digest."""
         return self._leaves.check(leaf, self.name)
 
     def lacking(self, sizes: Mapping[Digest, int]) -> set[Digest]:
-        """Return the leaves, given with their sizes, that this upload has not written."""
+        """Return the leaves that this upload has not written with their expected size."""
         return self._leaves.lacking(self.name, sizes)
 
     def commit(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
-        """Make the list of the state durable, and return the state's digest. Raises IntegrityError
-        where a leaf is not there."""
+        """Make the list of the state's leaves durable, and return the state's digest. Raises
+        IntegrityError if a leaf is missing."""
         missing = self._leaves.missing(leaves)
         if missing:
             raise IntegrityError(f"{len(missing)} leaves of a state are not there: {missing[0]}")
@@ -111,19 +112,19 @@ class DirectUpload:
 
 
 class LeafWriter:
-    """One state on its way in: write its data, then commit; or abort."""
+    """Writes a state as leaves: write its data in order, then commit; or abort."""
 
     def __init__(self, store: LeafStore, manifest: Manifest, upload: DirectUpload) -> None:
-        """Take the upload over: it ends with this."""
+        """Take over the upload, which ends with this writer."""
         self._store, self._manifest, self._upload = store, manifest, upload
         self._leaves = leaves_of(manifest)
         self._stream = LeafStream(self._leaves)
         self._open: dict[int, tuple[NewLeaf, Any]] = {}
-        """The leaves that are not whole yet, with their SHA-256 so far, by number."""
+        """The unfinished leaves, with their running SHA-256, keyed by number."""
         self._digests: list[Digest] = [Digest("")] * len(self._leaves)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data of the state. Any error aborts it."""
+        """Append data of the state. Any error aborts the state."""
         try:
             for number, piece, is_end in self._stream.deal(data):
                 if number not in self._open:
@@ -139,11 +140,11 @@ class LeafWriter:
             raise
 
     def digest(self) -> Digest:
-        """Return the digest that the state will have, once all of it has been written."""
+        """Return the digest of the state, once all of its data has been written."""
         return Digest(hashlib.sha256(list_bytes(self._manifest, self._digests)).hexdigest())
 
     def commit(self) -> Digest:
-        """Make the list durable, and return the digest of the state."""
+        """Make the list of leaves durable, and return the digest of the state."""
         try:
             if not self._stream.is_complete:
                 raise IntegrityError(
@@ -154,7 +155,7 @@ class LeafWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Drop unfinished leaves; whole ones are garbage unless the list names them."""
+        """Drop unfinished leaves; finished leaves become garbage unless the list names them."""
         for leaf, _ in self._open.values():
             leaf.drop()
         self._open.clear()
@@ -172,21 +173,21 @@ class LeafWriter:
 # ---- Store ----
 
 MAX_HAVE: Final = 2**16
-"""Leaves that a worker need not write: 2 MiB of digests, in a message of at most 4 MiB."""
+"""The most leaves that a worker may skip: 2 MiB of digests, in a message of at most 4 MiB."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Lists(BlobStore, Protocol):
-    """The blobs that are lists of leaves."""
+    """The store of the blobs that are lists of leaves."""
 
     def digests(self) -> Iterable[Digest]:
-        """Return the digests of all that are there."""
+        """Return the digests of all stored lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """The place of states in leaves.
+    """The stores for states in leaves: one for their lists, and one for the leaves.
 
     store_id: the name of the folder, which workers see, too; "" for an object store.
     """
@@ -198,23 +199,23 @@ class StatePlace:
 
 
 class LeafBlobs:
-    """The blobs of a coordinator, with states in leaves. See blobs.py for the rules."""
+    """The coordinator's blob store, with states in leaves. See blobs.py for the rules."""
 
     def __init__(
         self, whole: BlobStore, place: StatePlace, term: int, *, writes_leaves: bool, limits: Limits
     ) -> None:
-        """whole: the store of blobs that are one file. writes_leaves: states that come to the
-        coordinator become leaves, too."""
+        """Set up; whole: the store of blobs that are one file. writes_leaves: store states that
+        come to the coordinator as leaves, too."""
         self._whole, self._term, self.limits = whole, term, limits
         self.writes_leaves = writes_leaves
         self.claims, self.leaves, self.store_id = place.claims, place.leaves, place.store_id
         self._lists = place.lists
         self._known: dict[Digest, tuple[Digest, ...]] = {}
-        """The leaves of each list that is there."""
+        """The leaves that each stored list names, keyed by the list's digest."""
 
     @property
     def signs(self) -> LeafObjects | None:
-        """Return the signer of requests for leaves; None where workers see their folder."""
+        """Return the store that signs requests for leaves; None if workers see their folder."""
         return self.leaves if isinstance(self.leaves, LeafObjects) else None
 
     def writer(self, total_bytes: int) -> BlobWriter:
@@ -222,12 +223,12 @@ class LeafBlobs:
         return self._whole.writer(total_bytes)
 
     def state_writer(self, manifest: Manifest, kept: Sequence[Digest]) -> LeafWriter:
-        """Return a writer for the data of a state, without the leaves of the kept states."""
+        """Return a writer for the data of a state, which reuses leaves of the kept states."""
         return LeafWriter(self.leaves, manifest, self.upload(kept))
 
     def upload(self, kept: Sequence[Digest]) -> DirectUpload:
-        """Begin an upload, which need not write leaves of the kept states: those of the first ones
-        first, as many as fit into a message. The upload is under way inside its context."""
+        """Begin an upload that reuses leaves of the kept states, the first states first, as many
+        leaves as fit into a message. The upload is in progress until its context ends."""
         name = unique_name(self._term)
         with self.claims.lock:
             leaves: dict[Digest, None] = {}
@@ -250,7 +251,7 @@ class LeafBlobs:
         return self._whole.scratch()
 
     def open(self, digest: Digest) -> BlobFile:
-        """Open a blob, or the file that a state's leaves make; see BlobStore."""
+        """Open a blob or, for a state in leaves, the file that its leaves make; see BlobStore."""
         with self.claims.lock:
             listed = self._list(digest)
             if listed is not None:
@@ -262,12 +263,12 @@ class LeafBlobs:
         return BlobFile(state)
 
     def list_of(self, digest: Digest) -> bytes:
-        """Return the list of a state in leaves. Raises MissingBlobError."""
+        """Return the encoded list of a state's leaves. Raises MissingBlobError."""
         with self._lists.open(digest) as file:
             return file.read()
 
     def is_in_leaves(self, digest: Digest) -> bool:
-        """Return True when a state is here in leaves."""
+        """Return True if a state is stored here as leaves."""
         return self._lists.exists(digest)
 
     def exists(self, digest: Digest) -> bool:
@@ -294,8 +295,8 @@ class LeafBlobs:
         return self._whole.location(digest)
 
     def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
-        """Delete the blobs that are not in `live`, and return them; then leaves that nothing needs
-        any more. See BlobStore."""
+        """Delete the blobs that are not in `live`, and return their digests; then delete unneeded
+        leaves. See BlobStore."""
         collected = self._whole.collect(live, grace_s) + self._lists.collect(live, grace_s)
         # In this order: leaves that are written meanwhile are not among the copies; and each upload
         # that wrote one of them either has its list by now, or is among those under way.
@@ -316,7 +317,7 @@ class LeafBlobs:
         return collected
 
     def _leaves_of(self, digest: Digest) -> tuple[Digest, ...] | None:
-        """Return the leaves of a state; None where no list of it can be read."""
+        """Return the leaves of a state; None if its list cannot be read."""
         if digest not in self._known or not self._lists.exists(digest):
             try:
                 listed = self._list(digest)
@@ -328,7 +329,7 @@ class LeafBlobs:
         return self._known[digest]
 
     def _list(self, digest: Digest) -> LeafList | None:
-        """Read the list of a state; None where there is none."""
+        """Read the list of a state's leaves; None if there is none."""
         try:
             content = self.list_of(digest)
         except MissingBlobError:
@@ -347,7 +348,7 @@ _NUM_OPEN: Final = 4
 
 
 class JoinedState:
-    """The bytes of a state in leaves. Each leaf is opened, and verified, when it is read."""
+    """The bytes of a state in leaves, as one file. A leaf is opened, and verified, when read."""
 
     is_in_leaves = True
 
@@ -357,7 +358,7 @@ class JoinedState:
         self._digest, self._listed, self._open_leaf = digest, listed, open_leaf
         self._places = places_of(leaves_of(listed.manifest))
         self._at = 0
-        """The place that was read last: the next one is near."""
+        """The index of the place read last: the next one is near."""
         self._open: dict[int, OpenLeaf] = {}
         self.num_bytes = len(listed.header) + listed.manifest.total_bytes
 
@@ -375,7 +376,7 @@ class JoinedState:
             done += size
 
     def source(self, offset: int) -> Iterator[bytes]:
-        """Yield the data from an offset on, checked, up to the ends of chunks."""
+        """Yield the checked data from an offset on, in pieces that end where chunks end."""
         total_bytes = self._listed.manifest.total_bytes
         length = piece_bytes(total_bytes)
         while offset < total_bytes:
@@ -385,13 +386,13 @@ class JoinedState:
             yield bytes(piece)
 
     def offer(self) -> None:
-        """Return None: it is in no one file."""
+        """Return None: the state is not in one file."""
 
     def check(self, offset: int, frame: bytes) -> None:
-        """Do nothing: the source's bytes are checked."""
+        """Do nothing: the source has checked the bytes."""
 
     def _seek(self, offset: int) -> None:
-        """Find the place of a byte of the data."""
+        """Move to the place that contains this byte of the data."""
         if offset < self._places[self._at].offset:
             self._at = 0
         while offset >= self._places[self._at].offset + self._places[self._at].size:
@@ -422,7 +423,7 @@ _LIST_CACHE_BYTES: Final = 2**30
 
 
 def in_folder(root: Path) -> StatePlace:
-    """Return the place below a folder, which is made if absent, and gets a name."""
+    """Return the stores for leaves in a folder, which is made if absent and gets a store id."""
     make_folder(root)
     folder = StateFolder(root)
     if not folder.store_id():
@@ -434,8 +435,8 @@ def in_folder(root: Path) -> StatePlace:
 
 
 def in_objects(objects: Objects, whole: SharedBlobs, cache_dir: Path, term: int) -> StatePlace:
-    """Return the place below a prefix of a bucket, for the coordinator of a term. whole: the blobs
-    there that are one object each; cache_dir: for local copies of lists."""
+    """Return the stores for leaves below a prefix of a bucket, for the coordinator of a term.
+    whole: the blobs there that are one object each; cache_dir: for local copies of lists."""
     cache = BlobCache(cache_dir, _LIST_CACHE_BYTES)
     lists = SharedBlobs(objects, cache, term, folder=LISTS, suffix=LIST_SUFFIX)
     claims = LeafClaims()

@@ -42,11 +42,11 @@ _stamp: Final = Table(
     Column("version_num", String(32), nullable=False),
     PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
-"""The table of the revision, equal to Alembic's."""
+"""The table with the schema revision, equal to Alembic's own."""
 
 
 def migrate(database: Database) -> None:
-    """Make or alter the tables, all or nothing. Raises ConflictError for a newer journal."""
+    """Create or migrate the tables, all or nothing. Raises ConflictError for a newer journal."""
     with database.read() as connection:
         if _revision(connection) == REVISION:
             return
@@ -66,7 +66,7 @@ def _bring_up_to_date(database: Database) -> None:
 
 
 def _revision(connection: Connection) -> str:
-    """Return the journal's revision; FIRST for one of 0.1.0, "" where there is no journal."""
+    """Return the journal's schema revision: FIRST for one of 0.1.0, "" if there is no journal."""
     tables = inspect(connection).get_table_names()
     if "alembic_version" in tables:
         return str(connection.execute(select(_stamp.c.version_num)).scalar() or "")
@@ -78,7 +78,7 @@ def _revision(connection: Connection) -> str:
 
 
 def _make(connection: Connection) -> None:
-    """Make what all migrations would, without the time that it takes to import Alembic."""
+    """Create the tables that all migrations together would, without the time to import Alembic."""
     metadata.create_all(connection)
     _stamp.create(connection)
     connection.execute(insert(_stamp).values(version_num=REVISION))
@@ -150,7 +150,7 @@ summary: Final = Table(
     Column("brief", Text, nullable=False),
     Column("shown", Text, nullable=False),
 )
-"""Made of the events of a run, which stay the truth: without it they are read."""
+"""Summaries of runs, derived from their events: without a summary, a run's events are read."""
 
 history: Final = Table(
     "history",
@@ -166,7 +166,7 @@ history: Final = Table(
     # Of several segments in one row: JSON, [[segment, its last step], ...] in order.
     Column("ends", Text, nullable=True),
 )
-"""Values of the steps of each segment that has ended. No event and no decision depends on them."""
+"""The step history: values of the steps of ended segments. No event or decision depends on it."""
 
 lease: Final = Table(
     "lease",
@@ -186,6 +186,6 @@ meta: Final = Table(
     Column("value", Text, nullable=False),
 )
 CLOCK_FLOOR: Final = "clock_floor_s"
-"""The key of meta for the newest time of events that were deleted."""
+"""The key in `meta` for the newest time of deleted events."""
 IDENTITY: Final = "identity"
-"""The key of meta for what tells this journal from others; absent until it is asked for."""
+"""The key in `meta` for the identifier of this journal, which is made when first needed."""

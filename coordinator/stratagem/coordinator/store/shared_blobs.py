@@ -64,7 +64,7 @@ MAX_RESERVE_BYTES: Final = 2**30
 
 
 class BlobCache:
-    """The copies under one folder, which is made if absent; for any thread."""
+    """A cache of blobs in one folder, which is made if absent. Thread-safe."""
 
     def __init__(self, root: Path, limit_bytes: int) -> None:
         self._root = root
@@ -76,14 +76,14 @@ class BlobCache:
         self._evict()
 
     def writer(self, total_bytes: int, adopt: Adopt) -> BlobWriter:
-        """Return a writer whose file is stored where it can become a copy without copying."""
+        """Return a writer whose file can become a cached copy by a rename."""
         return self._copies.writer(total_bytes, adopt)
 
     def scratch(self) -> Scratch:
         return self._copies.scratch()
 
     def open(self, digest: Digest) -> BlobFile | None:
-        """Return the verified copy; None when there is none."""
+        """Open the verified cached copy of a blob; None if there is none."""
         try:
             file = self._copies.open(digest)
         except NotFoundError:
@@ -99,12 +99,12 @@ class BlobCache:
         return file
 
     def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
-        """Return the verified copy of an open file, taking the descriptor over."""
+        """Return an open file as the verified copy of a blob, and take over the descriptor."""
         return self._copies.opened(digest, descriptor, sums)
 
     def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
-        """Make a copy of a complete file that `writer` has written, whose digest is right; no copy
-        is made where the disk has no room for its name."""
+        """Cache a complete file that `writer` wrote, whose digest is right; skip this if the disk
+        has no room for its name."""
         try:
             with space_needed():
                 self._copies.adopt(digest, file, temporary, sums)
@@ -118,13 +118,13 @@ class BlobCache:
         self._evict()
 
     def drop(self, digest: Digest) -> None:
-        """Forget the copy, if there is one."""
+        """Remove a blob from the cache, if present."""
         with self._lock:
             self._sizes.pop(digest, None)
         self._copies.drop(digest)
 
     def make_room(self) -> bool:
-        """Drop the copy that was used least recently; False when there is none."""
+        """Remove the least recently used copy; return False if there is none."""
         with self._lock:
             if not self._sizes:
                 return False
@@ -134,7 +134,7 @@ class BlobCache:
         return True
 
     def keep_room(self) -> None:
-        """Drop copies, but for the newest one, until the disk has some room for others."""
+        """Remove copies, except the newest, until the disk has some free space again."""
         while len(self._sizes) > 1 and free_bytes(self._root) < reserve_bytes(self._root):
             self.make_room()
 
@@ -155,13 +155,13 @@ def default_limit_bytes(folder: Path) -> int:
 
 
 def reserve_bytes(folder: Path) -> int:
-    """Return the bytes that copies leave free: 1 GiB, or a twentieth of a small file system."""
+    """Return the space that the cache leaves free: 1 GiB, or a twentieth of a small file system."""
     disk = os.statvfs(folder)
     return min(MAX_RESERVE_BYTES, disk.f_blocks * disk.f_frsize // 20)
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes of the file system that are free for this process."""
+    """Return the free bytes of the file system, as available to this process."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
@@ -175,7 +175,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SharedBlobs:
-    """The blobs of one prefix, for the coordinator of a term. See blobs.py for the rules."""
+    """The blobs below one prefix, for the coordinator of one term. See blobs.py for the rules."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class SharedBlobs:
         folder: str = FOLDER,
         suffix: str = SUFFIX,
     ) -> None:
-        """folder, suffix: of the names of its objects."""
+        """Set up; folder, suffix: of the object names."""
         self._objects, self._cache, self._term = objects, cache, term
         self._folder, self._suffix = folder, suffix
         self._claims = Claims(monotonic)
@@ -197,14 +197,14 @@ class SharedBlobs:
         self._fetches: dict[Digest, threading.Lock] = {}
 
     def writer(self, total_bytes: int) -> BlobWriter:
-        """Return a writer for a blob of exactly total_bytes, which is uploaded at the end."""
+        """Return a writer for a blob of exactly total_bytes, which is uploaded on commit."""
         return self._cache.writer(total_bytes, self._adopt)
 
     def scratch(self) -> Scratch:
         return self._cache.scratch()
 
     def open(self, digest: Digest) -> BlobFile:
-        """Open a local copy of the blob, fetched now if there is none; see BlobStore."""
+        """Open a local copy of the blob, downloading it if need be; see BlobStore."""
         _check(digest)
         file = self._cache.open(digest)
         if file is not None:
@@ -222,8 +222,8 @@ class SharedBlobs:
         return bool(self._copies_of(digest))
 
     def keep(self, digest: Digest) -> bool:
-        """Return True when the blob is in the object store; it is then an object of this term,
-        which counts as just written."""
+        """Protect a blob from collection until a fact names it, by an object of this term; return
+        False if the blob is missing."""
         _check(digest)
         with self._lock:
             self._claims.add(digest)
@@ -271,7 +271,7 @@ class SharedBlobs:
         return [Digest(each) for each in sorted(named) if _DIGEST.fullmatch(each)]
 
     def _all(self) -> list[tuple[Digest, list[StoredObject]]]:
-        """Return the objects that this coordinator may delete, by blob, the newest last."""
+        """Return the objects that this coordinator may delete, grouped by blob, newest last."""
         listed = deletable(self._objects.list(self._folder), mark(self._term))
         groups = groupby(listed, key=lambda stored: stored.name.split("/")[1])
         return [(Digest(digest), list(group)) for digest, group in groups]
@@ -285,12 +285,12 @@ class SharedBlobs:
         return True
 
     def _copies_of(self, digest: Digest) -> list[StoredObject]:
-        """Return the objects of a blob, the newest last."""
+        """Return the objects of a blob, newest last."""
         folder = f"{self._folder}/{_check(digest)}"
         return [stored for stored in self._objects.list(folder) if term_of(stored.name) is not None]
 
     def _fetch(self, digest: Digest) -> BlobFile:
-        """Read the blob into the cache, verifying it on the way."""
+        """Download the blob into the cache, verifying it on the way."""
         is_damaged = False
         for _ in range(2):  # of what was listed, all may have been replaced by a new object
             for stored in reversed(self._copies_of(digest)):
@@ -347,7 +347,8 @@ class SharedBlobs:
 
     @contextmanager
     def _naming(self, digest: Digest) -> Iterator[None]:
-        """Keep the blob from being collected until it is written, and for the grace after that."""
+        """Context manager that keeps a blob from being collected while it is written, and for the
+        grace period after that."""
         with self._lock:
             self._writing[digest] += 1
         try:
@@ -361,7 +362,7 @@ class SharedBlobs:
 
 
 def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
-    """Yield a file from its start, in pieces of which each has memory of its own."""
+    """Yield a file from its start, in pieces that each own their memory."""
     offset = 0
     while offset < num_bytes:
         piece = os.pread(descriptor, min(PIECE_BYTES, num_bytes - offset), offset)
@@ -372,8 +373,8 @@ def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
 
 
 def read_pieces(file: BlobFile, num_bytes: int) -> Iterator[bytes]:
-    """Yield num_bytes of a blob from its position on, checked, in pieces of which each has memory
-    of its own; fewer if it ends."""
+    """Yield num_bytes of a blob from its current position on, checked, in pieces that each own
+    their memory; fewer at the end of the blob."""
     while piece := file.read(min(PIECE_BYTES, num_bytes)):
         yield piece
         num_bytes -= len(piece)

@@ -1,8 +1,8 @@
-"""A journal as it is at one moment, as a SQLite file, and a journal made of such a file.
+"""A snapshot of a journal as a SQLite file, and the restoring of a journal from such a file.
 
-The moment is that of a transaction that only reads, on a connection of its own: the leader writes
-on meanwhile. Whatever the journal's database is, its copy is a SQLite file of the same tables, and
-can be restored into either database.
+The snapshot is a read-only transaction on a connection of its own: the leader writes on meanwhile.
+Whatever the journal's database is, its copy is a SQLite file of the same tables, and can be
+restored into either database.
 """
 
 import os
@@ -27,24 +27,24 @@ from stratagem.coordinator.store.schema import (
 )
 
 TERMS_AHEAD: Final = 1_000_000
-"""Added to the term of what is restored: workers, and objects in a bucket, have seen terms that
-came after the backup."""
+"""The number added to the term of a restored journal, since workers and objects in a bucket have
+seen terms from after the backup."""
 _BATCH_ROWS: Final = 2000
 _COPIED: Final = (event, summary, history, meta)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The term and the identity of a snapshot's file."""
+    """The term and the journal identifier in a snapshot's file."""
 
     term: int
-    """The term that led at its moment."""
+    """The term that led when the snapshot was taken."""
     identity: str
-    """The identifier of the journal; empty where nobody had asked for it yet."""
+    """The identifier of the journal; "" if it had none yet."""
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read them from a file. Raises IntegrityError for one that is damaged or no journal."""
+        """Read both from a snapshot's file. Raises IntegrityError if damaged, or no journal."""
         file = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         try:
             (sound,) = file.execute("PRAGMA integrity_check(1)").fetchone()
@@ -60,10 +60,10 @@ class Known:
 
 
 class Snapshot:
-    """A moment of a journal, until it is closed. One thread at a time uses it."""
+    """A consistent view of a journal at one moment, until closed. Not thread-safe."""
 
     def __init__(self, database: Database) -> None:
-        """Fix the moment; the database is this snapshot's own."""
+        """Begin the snapshot; it owns the database's connections."""
         self._database = database
         with database.translated():
             self._connection = database.reader.connect()
@@ -73,10 +73,10 @@ class Snapshot:
                 for limit in ("idle_in_transaction_session_timeout", "statement_timeout"):
                     self._connection.execute(text(f"SET LOCAL {limit} = 0"))
             self.term: int = self._connection.execute(select(lease.c.term)).scalar_one()
-            """The term that leads at that moment."""
+            """The term that led when the snapshot was taken."""
 
     def write(self, path: Path) -> None:
-        """Write the journal of that moment to a new file, for its owner alone. Nobody leads it."""
+        """Write the journal as of the snapshot to a new, private file, without a leader."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         with self._database.translated():
             if self._is_sqlite:
@@ -92,7 +92,7 @@ class Snapshot:
             released.close()
 
     def close(self) -> None:
-        """Let the moment go."""
+        """End the snapshot, and close its connections."""
         self._connection.close()
         self._database.close()
 
@@ -115,8 +115,8 @@ class Snapshot:
 
 
 def copy(source: Connection, target: Connection, term: int) -> None:
-    """Copy all that a journal holds into one that has no events, which then has this term and no
-    leader. Raises ConflictError where it has events."""
+    """Copy a whole journal into one without events; the copy gets this term and no leader. Raises
+    ConflictError if the target has events."""
     if target.execute(select(func.count()).select_from(event)).scalar():
         raise ConflictError("there is a journal with events already; nothing was written")
     target.execute(delete(meta))
@@ -131,10 +131,10 @@ def copy(source: Connection, target: Connection, term: int) -> None:
 
 
 def restore(path: Path, target: Database) -> int:
-    """Make a journal without events that of a snapshot's file, all or nothing, and return its term,
-    which is greater than all that have been.
+    """Restore a snapshot's file into a journal without events, all or nothing; return the new term,
+    greater than all earlier ones.
 
-    The file's tables are brought to the present revision first.
+    The file's tables are migrated to the present revision first.
     """
     file = open_sqlite(path)
     try:

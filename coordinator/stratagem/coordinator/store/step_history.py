@@ -1,4 +1,4 @@
-"""The step history is stored as rows of the journal's database: one per run, party and segment.
+"""The step history, stored as rows of the journal's database: one per run, party and segment.
 
 A row is written in the transaction of the event that ends its segment, so neither exists without
 the other. A repeated segment replaces its row; its record of the steps is then the same, and a
@@ -56,40 +56,40 @@ from stratagem.coordinator.store.schema import history
 # the rows that it was made of.
 
 Ends = tuple[tuple[int, int], ...]
-"""(segment, its last step), in order."""
+"""Pairs (segment, last step of the segment), in order."""
 _MAX_HEAD_BYTES = MAX_SERIES * (MAX_NAME * 6 + 32)
-"""The size of the names and numbers beside the rows; a character may be written as six."""
+"""The most bytes of names and numbers beside a row's values; a character may take six bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryRow:
-    """The step history of segments: steps from from_step + 1 to to_step, packed."""
+    """The packed step history of one or more segments: steps from_step + 1 to to_step."""
 
     run_id: RunId
     party: Party
     segment: int
-    """The last one in it."""
+    """The last segment in the row."""
     stride: int
     from_step: int
     to_step: int
     rows: bytes
     ends: Ends = ()
-    """The ends of all segments in it, if they are several."""
+    """The ends of all segments in the row, if there are several."""
 
     @property
     def all_ends(self) -> Ends:
-        """Return the ends of all segments in it."""
+        """Return the ends of all segments in the row."""
         return self.ends or ((self.segment, self.to_step),)
 
 
 def behind(columns: Columns, step: int) -> Columns:
-    """Return the rows behind a step at which a row ends."""
+    """Return the values of steps after this one, at which a stored row ends."""
     return part_of(columns, int(np.searchsorted(columns.step, step, "right")), len(columns))
 
 
 def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
-    """Return one row with the content of consecutive rows of a party; None where one cannot hold
-    it. For a party of which only the newest segment is kept, that is the last row."""
+    """Merge consecutive rows of a party into one; None if one row cannot hold them. If only the
+    newest segment of the party is kept, that is the last row."""
     if is_of_newest_segment(rows[-1].party):
         return rows[-1]
     pieces: dict[Series, list[Columns]] = {}
@@ -107,7 +107,7 @@ def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
 
 
 def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
-    """Return the part of a row that belongs to segments up to this one; None without any."""
+    """Return the part of a row up to this segment, included; None if that is empty."""
     ends = tuple(end for end in row.all_ends if end[0] <= segment)
     if len(ends) == len(row.all_ends):
         return row
@@ -137,7 +137,7 @@ _SUCH: Final[Select[Any]] = select(literal_column("1")).where(
 _NEW: Final = insert(history).from_select(
     _GIVEN, select(*_ITS.values()).where(~exists(_SUCH.correlate(None)))
 )
-"""Writes a row behind all others of its party: one statement, as every segment ends with it."""
+"""Appends a row after all others of its party, in one statement: every segment ends with it."""
 
 
 def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
@@ -148,11 +148,11 @@ def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
 
 
 def _put_behind(connection: Connection, row: HistoryRow) -> bool:
-    """Write the row of a segment unless its party has a row of it or of a later one; return True
-    if it was written.
+    """Append the row of a segment; return False, without writing, if its party has a row of that or
+    a later segment.
 
-    The statement goes to the driver as it was compiled once: what SQLAlchemy does around each one
-    takes several times as long as the database, in a transaction that commits wait for.
+    The statement is compiled once and passed to the driver: SQLAlchemy's overhead for each
+    execution is several times the database's time, in a transaction that commits wait for.
     """
     statement = _new(connection.dialect)
     values: tuple[Any, ...] | dict[str, Any] = statement.values_of(row)
@@ -163,7 +163,7 @@ def _put_behind(connection: Connection, row: HistoryRow) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """A statement in the driver's form, and the function that gives its values of a row."""
+    """A statement in the driver's form, and the function that returns its parameters for a row."""
 
     text: str
     names: tuple[str, ...]
@@ -180,7 +180,7 @@ def _new(dialect: Dialect) -> _Statement:
 
 
 def _replace(connection: Connection, row: HistoryRow) -> None:
-    """Write a row of a segment that was repeated, or that precedes one with a row."""
+    """Write the row of a segment that was repeated, or that comes before a stored row."""
     query = select(history).where(*_of(row.run_id, row.party), history.c.segment >= row.segment)
     rows = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
     covers = [each for each in rows if each.all_ends[0][0] <= row.segment]
@@ -193,7 +193,7 @@ def _replace(connection: Connection, row: HistoryRow) -> None:
 
 
 def cut(connection: Connection, run_id: RunId, segment: int) -> None:
-    """Delete the history of a run's parties behind a segment, to which it returns."""
+    """Delete the history of a run after the segment to which the run returns."""
     query = select(history).where(history.c.run_id == run_id, history.c.segment > segment)
     for row in connection.execute(query).all():
         _cut(connection, _row(row), segment)
@@ -207,14 +207,14 @@ def _cut(connection: Connection, row: HistoryRow, segment: int) -> None:
 
 
 def parties(connection: Connection, run_id: RunId) -> list[Party]:
-    """Return the parties of a run that have rows, in order of name."""
+    """Return the parties of a run that have rows, sorted by name."""
     query = select(history.c.party).where(history.c.run_id == run_id).distinct()
     return sorted(Party(party) for (party,) in connection.execute(query))
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """Steps from from_step to to_step, both included, and those in one row with them."""
+    """A range of steps, both ends included; queries return all rows that contain some of them."""
 
     from_step: int = 1
     to_step: int | None = None
@@ -223,7 +223,7 @@ class StepSpan:
 def page(
     connection: Connection, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
 ) -> list[HistoryRow]:
-    """Return the first rows of a party behind a segment with steps of the span, limit of them."""
+    """Return the first `limit` rows of a party after segment `behind` with steps of the span."""
     its = history.c
     rows = select(history).where(*_of(run_id, party), its.segment > behind)
     rows = rows.where(its.to_step > _number(span.from_step) * its.stride)
@@ -233,10 +233,10 @@ def page(
 
 
 def counts(connection: Connection, run_id: RunId) -> dict[Party, int]:
-    """Return the parties of a run that have more than one row, each with the number of its rows.
+    """Return the number of rows of each party of a run that has more than one.
 
-    The key alone is read: other columns stand behind the values of the steps, which a database
-    would read to get there.
+    Only the key is read: the other columns lie behind the large values, which the database would
+    have to read.
     """
     its = history.c
     query = select(its.party, func.count()).where(its.run_id == run_id).group_by(its.party)
@@ -251,10 +251,10 @@ def unmerged_runs(connection: Connection) -> set[RunId]:
 
 
 def full_parties(connection: Connection, run_id: RunId, num_rows: int) -> list[Party]:
-    """Return the parties of a run that have so many rows of one segment each behind all others.
+    """Return the parties of a run whose last num_rows rows have one segment each.
 
-    At most one row of a party is read, however many it has. The result may contain a party that
-    another coordinator has merged in between.
+    At most one row per party is read. The result may contain a party that another coordinator has
+    merged in between.
     """
     its = history.c
     parties = [p for p, num in counts(connection, run_id).items() if num >= num_rows]
@@ -272,14 +272,14 @@ def full_parties(connection: Connection, run_id: RunId, num_rows: int) -> list[P
 def single_rows(
     connection: Connection, run_id: RunId, party: Party, limit: int
 ) -> list[HistoryRow]:
-    """Return the first rows of a party that are of one segment each."""
+    """Return the first `limit` rows of a party that cover a single segment each."""
     query = select(history).where(*_of(run_id, party), history.c.ends.is_(None))
     return [_row(row) for row in connection.execute(query.order_by(history.c.segment).limit(limit))]
 
 
 def merge(connection: Connection, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
-    """Replace rows of a party by one with the same content; return False, with nothing done, where
-    they changed since they were read."""
+    """Replace rows of a party by one with the same content; return False, without a change, if they
+    changed since they were read."""
     first, last = rows[0].segment, rows[-1].segment
     its = history.c
     between = (*_of(into.run_id, into.party), its.segment >= first, its.segment <= last)
@@ -302,7 +302,7 @@ def _of(run_id: RunId, party: Party) -> tuple[ColumnElement[bool], ColumnElement
 
 
 def _number(step: int) -> ColumnElement[int]:
-    """Return the number of the row, of the stride of a segment, that a step is in."""
+    """Return the index of the row that contains a step, given the stride of its segment."""
     return literal(step - 1, BigInteger) // history.c.stride
 
 
@@ -326,6 +326,6 @@ def _row(row: Row[Any]) -> HistoryRow:
 
 
 def _exact(row: HistoryRow) -> dict[str, bytes]:
-    """Return the values that do not depend on clocks and machines."""
+    """Return the values that must be reproducible: those that depend on no clock or machine."""
     rows = unpack(row.rows).items()
     return {series.name: columns.to_bytes() for series, columns in rows if not series.observed}

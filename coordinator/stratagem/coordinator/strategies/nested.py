@@ -1,8 +1,8 @@
-"""Functions for a party inside a strategy, which is run by a strategy of its own.
+"""Functions for a child: a party inside a strategy, run by a strategy of its own.
 
-The strategy around it makes children, hands them the facts of their parties, asks them for
-decisions and effects, and lets each go as far as its horizon, in segments. It also decides about
-the failure of a child, and about the time after the horizon.
+The enclosing strategy makes children, hands them the facts of their parties, collects their
+decisions and effects, and lets each train up to its horizon, in segments. It also decides what
+follows after the failure of a child, and after the horizon.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from stratagem.coordinator.core.strategy_contract import (
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return the violations of a child's job, including that its strategy cannot be nested."""
+    """Return the violations of a child's job; its strategy must support nesting."""
     try:
         strategy = strategies.require(job)
     except InvalidInputError as error:
@@ -49,11 +49,10 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> list[Violation]:
-    """Return the violations of the job of an `options.inner`, with the fields where the user wrote
-    them.
+    """Return the violations of the job of an `options.inner`, for the fields that the user has
+    written.
 
-    An error in the job itself, beyond its strategy, is reported for `options.inner`: the user wrote
-    no such field.
+    Errors in the job itself, beyond its strategy, are reported for `options.inner` as a whole.
     """
     try:
         violations = check(child_job(), strategies)
@@ -65,7 +64,7 @@ def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> li
 
 
 def begin(party: Party, job: JobSpec, horizon: int, strategies: Strategies) -> Child:
-    """Return a child before anything has happened."""
+    """Return a new child, before any fact."""
     strategy = strategies.of(job)
     return Child(party, job, strategy, strategy.init(job, party, strategies), horizon)
 
@@ -76,7 +75,7 @@ def progress(child: Child) -> NestedProgress:
 
 
 def is_at_horizon(child: Child) -> bool:
-    """Return True when all that the child may train for now is committed and evaluated."""
+    """Return True if all that the child may train for now is committed and evaluated."""
     latest = progress(child)
     return (
         latest.committed is not None
@@ -88,13 +87,13 @@ def is_at_horizon(child: Child) -> bool:
 def rebased(
     child: Child, job: JobSpec, base: Base, num_rows: Mapping[str, int], horizon: int
 ) -> Child:
-    """Return the child from another state on, perhaps with another job."""
+    """Return the child after it was given another state, perhaps with another job."""
     value = _nesting(child).rebase(job, child.value, base, num_rows)
     return replace(child, job=job, value=value, horizon=horizon)
 
 
 def returned(child: Child, base: Base, metrics: Mapping[str, float]) -> Child:
-    """Return the child to an earlier commit of its own, with the metrics of that commit."""
+    """Return the child after a return to an earlier commit of its own, which had these metrics."""
     nesting = _nesting(child)
     if nesting.returned is None:
         return rebased(child, child.job, base, progress(child).num_rows, child.horizon)
@@ -102,8 +101,8 @@ def returned(child: Child, base: Base, metrics: Mapping[str, float]) -> Child:
 
 
 def decide(child: Child, world: World, now_s: float) -> Fact | None:
-    """Return the child's next decision; its completion is None, and its failure that of its
-    party."""
+    """Return the child's next fact; None for its completion, and the failure of its party for that
+    of its run."""
     fact = child.strategy.decide(child.job, child.value, world, now_s)
     match fact:
         case RunCompleted():
@@ -117,28 +116,28 @@ def decide(child: Child, world: World, now_s: float) -> Fact | None:
 
 
 def transition(child: Child, fact: Fact, now_s: float) -> Child:
-    """Fold a fact of the child's party or of the whole run."""
+    """Return the child with a fact of its party, or of the whole run, folded in."""
     return replace(child, value=child.strategy.transition(child.job, child.value, fact, now_s))
 
 
 def again(child: Child) -> Child:
-    """Return the child after a failure: it goes on where it stands, with its whole budget."""
+    """Return the child after a failure, ready to go on with its whole failure budget."""
     return transition(child, RunResumed(), now_s=0.0)
 
 
 def is_of(child: Child, fact: Fact) -> bool:
-    """Return True for a fact of the child's party or of one below."""
+    """Return True if the fact is of the child's party or of one below."""
     party = getattr(fact, "party", None)
     return party is not None and is_within(party, child.party)
 
 
 def reject_reason(child: Child, fact: Fact) -> str:
-    """Return the reason why a reported fact is stale; "" when it is welcome."""
+    """Return the reason why a reported fact is stale; "" if it is expected."""
     return child.strategy.reject_reason(child.job, child.value, fact)
 
 
 def why_waiting(child: Child, world: World) -> str:
-    """Return a sentence about what a child without workers waits for; "" for one that has some."""
+    """Return a sentence that says what a child without workers waits for; "" if it has workers."""
     status = child.strategy.status(child.job, child.value, world)
     return "" if status.members else status.reason
 
@@ -149,13 +148,13 @@ def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
 
 
 def members(children: Iterable[Child]) -> tuple[Member, ...]:
-    """Return all workers that the children have, by name."""
+    """Return all workers that the children have, sorted by name."""
     working = {member for view in _parties(children) for member in view.members}
     return tuple(sorted(working, key=lambda member: member.worker_id))
 
 
 def world_beside(world: World, siblings: Iterable[Child]) -> World:
-    """Return the world as a child should see it: workers of its siblings count as more loaded."""
+    """Return the world as a child should see it: with the load of its siblings' workers added."""
     load: Counter[WorkerId] = Counter()
     for view in _parties(siblings):
         load.update(member.worker_id for member in view.members)

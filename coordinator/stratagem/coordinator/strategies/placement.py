@@ -13,7 +13,7 @@ from stratagem.coordinator.core.state import WorkerRecord, World
 # ---- Placement ----
 
 MAX_NAMES = 8
-"""Number of workers named in one sentence."""
+"""The most workers named in one sentence."""
 _HOW_TO_TAKE_CODE: Final = (
     "their operator allows it with --allow-code, or installs the package and `code` is left out"
 )
@@ -24,11 +24,11 @@ _WHAT_TUNNELS_CARRY: Final = (
 
 
 def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]:
-    """Return usable workers that take the job's code, that the others reach where the strategy
-    needs that, and whose numerics fit; least loaded first.
+    """Return the usable workers for a job, least loaded first: they take its code, are reached by
+    the others if the strategy needs that, and have fitting numerics.
 
-    fingerprint: the numerics of the members of the run; "" before the first placement, when those
-    that most workers share are taken (the first in order among equals).
+    fingerprint: the numerics of the run's members; "" before the first placement, which takes the
+    numerics of most workers (of equals, those of the first worker).
     """
     wanted = job.code is None, needs_peers(job.strategy), job.execution.deterministic, fingerprint
     if wanted not in world.found:
@@ -51,25 +51,25 @@ def _eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord
 
 
 def _refuses_code(job: JobSpec, worker: WorkerRecord) -> bool:
-    """Return True when the job brings code and the worker takes none; a worker that takes signed or
+    """Return True if the job brings code and the worker takes none; a worker that takes signed or
     listed code decides itself."""
     return job.code is not None and worker.capability.code_policy == "none"
 
 
 def _is_apart(job: JobSpec, worker: WorkerRecord) -> bool:
-    """Return True when members must reach each other, and none could reach this worker."""
+    """Return True if members must reach each other, and none could reach this worker."""
     return worker.capability.tunnelled and needs_peers(job.strategy)
 
 
 def is_site_of(job: JobSpec, worker: WorkerRecord) -> bool:
-    """Return True when the worker has the data that the job binds its clients to, and a place for
-    the states that they keep."""
+    """Return True if the worker has the local data that the job names, and can store the states of
+    clients if they have any."""
     return job.data.worker_local in worker.capability.local_data and not _forgets(job, worker)
 
 
 def why_forgetful(job: JobSpec, workers: list[WorkerRecord]) -> str:
-    """Return a sentence about the workers with the job's data that cannot keep the states of its
-    clients; "" if all can."""
+    """Return a sentence about the workers that have the job's data but cannot store the states of
+    its clients; "" if there are none."""
     having = [w for w in workers if job.data.worker_local in w.capability.local_data]
     if not (forgetful := [w for w in having if _forgets(job, w)]):
         return ""
@@ -83,8 +83,8 @@ def _forgets(job: JobSpec, worker: WorkerRecord) -> bool:
 
 
 def why_apart(job: JobSpec, world: World) -> str:
-    """Return a sentence about the usable workers that others do not reach, and so cannot be
-    members; "" if all can."""
+    """Return a sentence about the usable workers that cannot be members because others do not reach
+    them; "" if there are none."""
     apart = [worker for worker in world.usable() if _is_apart(job, worker)]
     if not apart:
         return ""
@@ -93,8 +93,8 @@ def why_apart(job: JobSpec, world: World) -> str:
 
 
 def why_outdated(world: World) -> str:
-    """Return a sentence about the workers of a version that does not know the rules of the run; ""
-    if all do."""
+    """Return a sentence about the workers too old to know the numerics rules of the run; "" if
+    there are none."""
     if not (outdated := world.outdated()):
         return ""
     are = "is" if len(outdated) == 1 else "are"
@@ -105,7 +105,7 @@ def why_outdated(world: World) -> str:
 
 
 def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
-    """Return a sentence about the reason for which there are no workers, or too few."""
+    """Return a sentence that says why there are no workers for a job, or too few."""
     usable = world.usable()
     if not world.workers:
         return "no worker is registered"
@@ -148,9 +148,9 @@ def _names(workers: list[WorkerRecord]) -> str:
 def places_by_region(
     strategy: Federated, updates: Sequence[Accepted], roster: Sequence[ClientBinding]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the accepted updates that each region adds up, by their places in client order.
+    """Return the indexes of the accepted updates that each region sums, for regions sorted by name.
 
-    Regions stand in order of name; those without an update are left out. Without regions: ().
+    Regions without an update are left out; () if the job has no regions.
     """
     regions = strategy.options.regions
     if regions is None or isinstance(strategy.options.inner, Federated):
@@ -167,8 +167,8 @@ def places_by_region(
 
 
 def sites_of(strategy: Federated) -> frozenset[str] | None:
-    """Return the sites that the regions name, of which alone the roster is made; None where they
-    name none."""
+    """Return the sites that the job's regions name, which alone form the roster; None if they name
+    none."""
     regions = strategy.options.regions
     if regions is None or not are_named(regions):
         return None

@@ -1,8 +1,8 @@
-"""Cut a synchronous run into segments at checkpoints and at evaluations, and compute the metrics
-of its commits.
+"""Divide a synchronous run into segments at checkpoints and evaluations, and compute the metrics of
+its commits.
 
-A segment is the unit of commitment. Its boundary changes no bits: workers take a snapshot and go
-on.
+A segment is the unit of commitment. Its boundary does not change the result, to the bit: workers
+take a snapshot and go on.
 """
 
 import math
@@ -21,13 +21,13 @@ from stratagem.common.strategy import Federated, local_steps_of
 
 TRAIN_SPLIT = "train"
 STREAM_CHECKPOINT_STEPS = 1000
-"""The steps from commit to commit where rows come as a stream, unless the job says otherwise."""
+"""Steps between two commits if rows come as a stream, unless the job says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentSchedule:
-    """The optimizer steps of a run, and the periods, in steps, of its evaluations and
-    checkpoints; a run that resumes another one begins after from_step."""
+    """The optimizer steps of a run, and the periods of its evaluations and checkpoints, in steps; a
+    run that resumes another one begins after from_step."""
 
     num_steps: int
     evaluate_every: int | None
@@ -40,16 +40,16 @@ class SegmentSchedule:
         return ends[bisect_right(ends, self.from_step) :] if self.from_step else ends
 
     def evaluates_at(self, step: int) -> bool:
-        """Return True when the evaluation is due after this step."""
+        """Return True if an evaluation is due after this step."""
         if self.evaluate_every is None:
             return False
         return step == self.num_steps or step % self.evaluate_every == 0
 
 
 def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> SegmentSchedule:
-    """Return the schedule of a job whose splits have this many rows. One that trains nothing has a
-    single segment, without steps, after which it evaluates; a federated one has a segment per
-    round, which counts as a step."""
+    """Return the schedule of a job whose splits have this many rows. A job that trains nothing has
+    one segment without steps, after which it is evaluated; a federated job has one segment per
+    round, and a round counts as a step."""
     if job.only_evaluates:
         return SegmentSchedule(num_steps=0, evaluate_every=1, checkpoint_every=1)
     if isinstance(job.strategy, Federated):
@@ -85,13 +85,13 @@ def _ends(num_steps: int, evaluate_every: int | None, checkpoint_every: int) -> 
 # A state is committed with the metrics of its training and of its evaluation.
 
 LOGGED: Final = "evaluation."
-"""The prefix of metrics that on_evaluation of the user has logged."""
+"""The prefix of metrics that the user's on_evaluation has logged."""
 
 
 def is_evaluated(job: JobSpec, name: str) -> bool:
-    """Return True for the name of a metric of the job's evaluations in a commit: the name in the
-    job, that of one of its values where it has several, that of its spread over clients, or that
-    of a logged value."""
+    """Return True if a metric of a commit comes from the job's evaluations: it is a metric that the
+    job names, one of several values of such a metric, its spread over clients, or a logged
+    value."""
     spec = job.evaluation
     if spec is None:
         return False
@@ -105,10 +105,10 @@ def is_evaluated(job: JobSpec, name: str) -> bool:
 def commit_metrics(
     job: JobSpec, trained: Mapping[str, float], evaluated: Mapping[str, float] | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """Return the metrics of a commit by name, sorted.
+    """Return the metrics of a commit, sorted by name.
 
-    A metric of training that has the name of an evaluated one (`train.loss`, where the split that
-    is evaluated is train) is left out: the commit would seem to have been evaluated.
+    A training metric with the name of an evaluated one (`train.loss`, if the split that is
+    evaluated is train) is left out: the commit would seem to have been evaluated.
     """
     others = {name: value for name, value in trained.items() if not is_evaluated(job, name)}
     return tuple(sorted({**others, **(evaluated or {})}.items()))
@@ -126,7 +126,7 @@ PERPLEXITY = "perplexity"
 
 
 def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the totals by name, added in the order given."""
+    """Return the total of each sum, keyed by name; the parts are added in the order given."""
     totals: dict[str, float] = {}
     for part in sums:
         for name, value in sorted(part.items()):
@@ -135,7 +135,7 @@ def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def means(totals: Mapping[str, float], metrics: Sequence[str]) -> dict[str, float]:
-    """Return the weighted means by "<split>.<metric>".
+    """Return the weighted means, keyed by "<split>.<metric>".
 
     perplexity is exp of the mean loss, so it has no sum of its own.
     """

@@ -1,8 +1,8 @@
-"""Checks that the numbers that a fold has made are finite, before any of them is committed.
+"""Check that the numbers that a fold has made are finite, before any of them is committed.
 
-What is not finite in the state that the round began from, such as a mask of infinities, is no fault
-of the fold and stays as it is, to the bit. Anything else has left the range of its type, and would
-do so again: the error names who led there, the tensor, and the setting to lower.
+Numbers that were not finite in the state that the round began from, such as a mask of infinities,
+are no fault of the fold and stay as they are, to the bit. Anything else has left the range of its
+type, and would do so again: the error names the rule, the tensor, and the setting to lower.
 """
 
 from bisect import bisect_right
@@ -22,11 +22,11 @@ _RATE: Final = "optimizer.lr"
 
 
 class Rule(NamedTuple):
-    """A rule that makes the next numbers, in words for people."""
+    """The rule that computes the next numbers, described for error messages."""
 
     name: str
     settings: str
-    """The settings that keep its numbers small."""
+    """The settings to lower if its numbers become too large."""
 
 
 MEAN: Final = Rule("the weighted mean of the updates", _RATE)
@@ -36,11 +36,11 @@ AVERAGE: Final = Rule("weight_average", _RATE)
 
 
 class FiniteResult:
-    """The check of the windows of one fold."""
+    """Checks the windows of one fold for numbers that are not finite."""
 
     def __init__(self, manifest: Manifest, rule: Rule, base: StateReader | None = None) -> None:
-        """manifest: of the state, at whose offsets windows begin. rule: makes what is checked,
-        unless another one is named. base: the state that the round began from."""
+        """Set up; manifest: of the state, which places the windows. rule: computes the numbers,
+        unless a check names another rule. base: the state that the round began from."""
         self._specs = [spec for spec in manifest.stored() if spec.size_bytes]
         self._offsets = [spec.offset for spec in self._specs]
         self._rule, self._base = rule, base
@@ -54,10 +54,10 @@ class FiniteResult:
         rule: Rule | None = None,
         before: Raw | None = None,
     ) -> None:
-        """Check one window, and put back what was not finite before.
+        """Check one window of results; restore elements that were not finite before the fold.
 
-        before: the same elements of what it was made of; None: those of the base, where there is
-        one. Raises DivergedError.
+        before: the elements that the results were computed from; by default those of the base, if
+        there is one. Raises DivergedError if another element is not finite.
         """
         if is_finite(dtype, result):
             return
@@ -74,8 +74,8 @@ class FiniteResult:
     def refuse(
         self, dtype: str, offset: int, place: int, *, rule: Rule | None = None, kept_as: str = ""
     ) -> NoReturn:
-        """Raise DivergedError for an element of the window. kept_as: its type, where that is not
-        the one of the state."""
+        """Raise DivergedError for one element of a window. kept_as: its type, if that is not the
+        type in the state."""
         at = offset + place * dtype_named(dtype).item_bytes
         name, maker = self._specs[bisect_right(self._offsets, at) - 1].name, rule or self._rule
         raise DivergedError(
@@ -85,7 +85,7 @@ class FiniteResult:
 
 
 def server_rule(strategy: Federated) -> Rule:
-    """Return the rule of the strategy's server optimizer."""
+    """Return the rule that the strategy's server optimizer applies, for error messages."""
     options, path = strategy.options, "strategy.options"
     if isinstance(strategy.aggregation, FedYogi) or options.server_optimizer is None:
         name, rate = "fedyogi", options.server_learning_rate
@@ -96,7 +96,7 @@ def server_rule(strategy: Federated) -> Rule:
 
 
 def fold_rule(job: JobSpec, strategy: Federated) -> Rule:
-    """Return the rule by which the job's updates become one, before a server optimizer."""
+    """Return the rule by which the job combines updates, before a server optimizer, for errors."""
     options, path = strategy.options, "strategy.options"
     if options.secure_aggregation is not None:
         return Rule("the sum of the masked changes", _RATE)

@@ -1,8 +1,8 @@
 """Convert the element types of the tensor stream to types that numpy can compute with.
 
-The module answers three questions about raw little-endian elements: whether they are finite, their
-values in float64, and which elements are nearest to given float64 values (ties to even, rounded
-once). numpy has neither bfloat16 nor float8; both are implemented here with integers and tables.
+Three operations on raw little-endian elements: test whether they are finite, convert them to
+float64, and round float64 values to them (ties to even, rounded once). numpy has neither bfloat16
+nor float8; both are implemented here with integers and tables.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ _SIGN_BIT: Final = {"bfloat16": 0x8000, "float8_e4m3fn": 0x80, "float8_e5m2": 0x
 
 
 def storage(dtype: str) -> np.dtype[Any]:
-    """Return the numpy type that carries elements of `dtype` bit by bit."""
+    """Return the numpy type that holds raw elements of `dtype`, bit by bit."""
     return np.dtype(_STORAGE[dtype])
 
 
 def is_finite(dtype: str, raw: Raw) -> bool:
-    """Return True when no element of a floating type is infinite or not a number."""
+    """Return True if all elements of a floating type are finite."""
     if dtype in _NATIVE:
         return bool(np.isfinite(raw).all())
     magnitude = raw & raw.dtype.type(_SIGN_BIT[dtype] - 1)
@@ -55,7 +55,7 @@ def is_finite(dtype: str, raw: Raw) -> bool:
 
 
 def finite_elements(dtype: str, raw: Raw) -> NDArray[np.bool_]:
-    """Return, for each element of a floating type, whether it is a finite number."""
+    """Return a mask of the elements of a floating type: True for finite ones."""
     if dtype in _NATIVE:
         return np.isfinite(raw)
     magnitude = raw & raw.dtype.type(_SIGN_BIT[dtype] - 1)
@@ -63,7 +63,7 @@ def finite_elements(dtype: str, raw: Raw) -> NDArray[np.bool_]:
 
 
 def widen(dtype: str, raw: Raw, out: Wide) -> None:
-    """Write the exact values of floating elements to `out`."""
+    """Convert floating elements to float64, exactly, into `out`."""
     if dtype in _NATIVE:
         with np.errstate(all="ignore"):  # numpy warns of values that are not finite
             np.copyto(out, raw)
@@ -75,7 +75,7 @@ def widen(dtype: str, raw: Raw, out: Wide) -> None:
 
 
 def narrow(dtype: str, values: Wide, out: Raw) -> None:
-    """Write the elements nearest to the values to `out`, ties to even; infinities and NaN stay."""
+    """Round float64 values to elements of `dtype`, ties to even, in `out`; infinities, NaN stay."""
     if dtype in _NATIVE:
         with np.errstate(over="ignore"):  # beyond the range of the type is infinite, as in torch
             np.copyto(out, values, casting="same_kind")
@@ -110,7 +110,7 @@ def _to_float8(dtype: str, values: Wide) -> NDArray[np.uint8]:
 
 @cache
 def _middles(dtype: str) -> Wide:
-    """Return the middle between each finite magnitude and the next, in order of the codes."""
+    """Return the midpoints between consecutive finite magnitudes, in order of the codes."""
     magnitudes = _values_of_codes(dtype)[: _MAX_FINITE[dtype] + 1]
     middles: Wide = (magnitudes[:-1] + magnitudes[1:]) / 2
     middles.flags.writeable = False  # all callers share it
@@ -147,7 +147,7 @@ MAX_PIECES_BEHIND: Final = 2
 
 
 class Offload:
-    """A sink that passes data to another one in a thread; keep_up and finish raise its errors."""
+    """A sink that passes data to another sink in a thread; keep_up and finish raise its errors."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -158,12 +158,12 @@ class Offload:
         self._is_held_up = False
 
     def write(self, offset: int, data: Any) -> None:
-        """Queue the next piece; returns at once."""
+        """Queue the next piece for the thread; return at once."""
         self._pieces.append((offset, data))
         self._ensure_worker()
 
     async def keep_up(self) -> None:
-        """Wait until few pieces are waiting. Raises what the sink raised."""
+        """Wait until only a few pieces are queued. Raises the sink's error."""
         self._check()
         if len(self._pieces) <= MAX_PIECES_BEHIND:
             return
@@ -179,13 +179,13 @@ class Offload:
         self._is_held_up = False
 
     async def take(self, offset: int, pieces: Iterator[Data]) -> None:
-        """Pass on all that an iterator gives, which runs in the thread; nothing may be waiting.
-        Raises what it or the sink raised."""
+        """Write all pieces of an iterator, which runs in the thread; the queue must be empty.
+        Raises an error of the iterator or the sink."""
         self._worker = self._loop.run_in_executor(None, self._pass_on, offset, pieces)
         await asyncio.shield(self._worker)
 
     async def finish(self) -> None:
-        """Wait until all pieces are written. Raises what the sink raised."""
+        """Wait until all pieces are written. Raises the sink's error."""
         while self._pieces or (self._worker is not None and not self._worker.done()):
             self._ensure_worker()
             assert self._worker is not None
@@ -194,7 +194,7 @@ class Offload:
         self._check()
 
     async def close(self) -> None:
-        """Finish the piece being written and drop the others; the sink is free afterwards."""
+        """Finish the current piece and drop all queued ones; the sink is not used afterwards."""
         self._pieces.clear()
         if self._worker is not None:
             await asyncio.wait((self._worker,))
@@ -213,7 +213,7 @@ class Offload:
             self._worker.result()
 
     def _work(self) -> None:
-        """Write until nothing is waiting; a piece stays in the queue while it is written."""
+        """Write until the queue is empty; a piece stays in the queue while it is written."""
         while self._pieces:
             try:
                 offset, data = self._pieces[0]

@@ -56,10 +56,10 @@ from stratagem.coordinator.updates.upload import SpoolEntry
 
 
 class Rebasing:
-    """The rebasing of one fold's late updates; states are read at the offsets of its windows."""
+    """Rebases a fold's late updates: their changes are applied to the round's base instead."""
 
     def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
-        """Open the states; bases: the base state of each late update, by place among all."""
+        """Open the states; bases: the base state of each late update, keyed by its index."""
         with ExitStack() as files:
             opened = {
                 digest: open_state(files, store, digest) for digest in {state, *bases.values()}
@@ -73,7 +73,7 @@ class Rebasing:
 
     def apply(self, index: int, dtype: str, offset: int, values: Wide, *, is_trained: bool) -> None:
         """Rebase one window of an update in place; offset: of the window in the state. is_trained:
-        see above; other floating numbers only lose what was not finite in their base."""
+        rebase by the update's change; otherwise only replace numbers that are not finite."""
         if index not in self._bases:
             return
         if not is_trained:
@@ -96,8 +96,8 @@ class Rebasing:
 # ---- Fold ----
 
 WINDOW_ELEMENTS: Final = CHUNK_BYTES // 8
-"""The window of large states. Measured with two updates of 40 MB of float32, arithmetic alone: 24
-ms with 2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20, where the sums leave the cache."""
+"""Elements per window of large states. Measured with two updates of 40 MB of float32, arithmetic
+alone: 24 ms with 2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20: sums then leave the cache."""
 
 _MAX_NAMES_LOGGED: Final = 8
 
@@ -109,28 +109,28 @@ class FoldStoppedError(StratagemError):
 
 
 MOST_SAMPLES: Final = "the one with most samples"
-"""The client whose integers are taken where clients differ, for people."""
+"""A description of the client whose integers are taken if clients differ, for the log."""
 
 
 class Combination(Protocol):
-    """Takes the place of the weighted mean: reads the same window of every update, in client order,
-    each update from its first to its last."""
+    """A rule that replaces the weighted mean in a fold. It reads the same window of every update,
+    in client order, from an update's first window to its last."""
 
     window_elements: int
 
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the result for floating elements from that byte on; `raw` is scratch."""
+        """Fill `out` with the result for floating elements from an offset on; `raw` is scratch."""
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with the result for integers or bools; return, where updates differ, the
-        origin of it, for people: "the middle"; else ""."""
+        """Fill `out` with the result for integers or bools. If updates differ, return the source of
+        the result for the log, such as "the middle"; else ""."""
 
 
 class Folded(NamedTuple):
-    """The blobs of a fold: the next state, the slots of a server optimizer, and the average over
-    rounds, empty where there is none."""
+    """The blobs that a fold has written: the next state, the slots of a server optimizer, and the
+    average over rounds ("" if there is none)."""
 
     state: Digest
     slots: tuple[Digest, ...]
@@ -139,16 +139,16 @@ class Folded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A piece of the data of one type; floating tensors that are neighbours share windows."""
+    """A range of the state's data of one type; neighbouring floating tensors share windows."""
 
     dtype: str
     name: str
-    """Name of the tensor, where the window has just one: in integers and bools."""
+    """The name of the tensor; set only for integers and bools, whose windows cover one tensor."""
     offset: int
     size_bytes: int
     is_trained: bool
-    """A server optimizer makes the result of the mean, the average over rounds is that of its
-    elements, and late updates count by their change to their own base state."""
+    """True if the window's elements are trained: a server optimizer moves them, the average over
+    rounds includes them, and late updates are rebased."""
 
 
 def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every caller wants)
@@ -167,17 +167,17 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
     base: StateReader | None = None,
     numerics: int = CURRENT,
 ) -> Folded:
-    """Write the mean of `entries` as a blob of `manifest`, and commit it.
+    """Write the weighted mean of `entries` as a blob of `manifest`, and commit it.
 
     With a server optimizer, write its result instead, and return the digests of its slots, too; and
     of the average over rounds. They are durable before the state is.
 
     `entries` and their `weights` (samples; fewer for late ones, of which `rebasing` has the bases)
-    stand in client order. `decoding` reads coded ones; without it all must have the layout of the
-    model. `combination` takes the place of the mean, and has weights of its own; `rule` names it
-    for people. `base` is the state that the round began from. Raises DivergedError where a
-    number is not finite that was so in `base`, IntegrityError when the disk has damaged an update,
-    FoldStoppedError, UnavailableError when the disk is full; `out` is aborted then.
+    stand in client order. `decoding` reads coded updates; without it all must have the layout of
+    the model. `combination` replaces the mean, and has weights of its own; `rule` names it for
+    people. `base` is the state that the round began from. Raises DivergedError if a number becomes
+    non-finite, IntegrityError if the disk has damaged an update, FoldStoppedError, UnavailableError
+    if the disk is full; `out` is aborted then.
     """
     try:
         _check_arguments(entries, weights, manifest, decoding, combination)
@@ -229,8 +229,8 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
 
 
 def mean_factors(weights: Sequence[float], numerics: int) -> tuple[list[float], float]:
-    """Return the factor of each update, and the divisor of the sum. A single update counts 1: its
-    mean is itself, to the bit."""
+    """Return the factor of each update, and the divisor of their sum. A single update gets the
+    factor 1, so that the mean equals the update to the bit."""
     if numerics >= 2 and len(weights) == 1:
         return [1.0], 1.0
     return [float(weight) for weight in weights], math.fsum(weights)
@@ -257,8 +257,8 @@ def _check_arguments(
 
 
 def _windows(manifest: Manifest, num_elements: int, *, is_plain: bool) -> Iterator[_Window]:
-    """Yield all data in order, cut where the type or treatment changes, and else into windows.
-    is_plain: all floating tensors are treated alike."""
+    """Yield the windows of all data in order: cut at the window size, and where the type or
+    treatment changes. is_plain: all floating tensors are treated alike."""
     averaged = averaged_names(manifest)
 
     def kind(spec: TensorSpec) -> tuple[str, str, bool]:
@@ -274,7 +274,7 @@ def _windows(manifest: Manifest, num_elements: int, *, is_plain: bool) -> Iterat
 
 
 class _Folder:
-    """The state of one fold: buffers, readers, and names of tensors in which clients differ."""
+    """The state of one fold: buffers, readers, and the names of tensors in which clients differ."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class _Folder:
         rebasing: Rebasing | None,
         num_elements: int,
     ) -> None:
-        """num_elements: of the largest window."""
+        """Set up; num_elements: of the largest window."""
         self.combination: Combination | None = None
         self.finite: FiniteResult | None = None
         self._server, self._rebasing = server, rebasing
@@ -301,10 +301,10 @@ class _Folder:
         self._sum = np.empty(num_elements, np.float64)
         self._term = np.empty(num_elements, np.float64)
         self._disputed: dict[str, str] = {}
-        """The origin of the result, by name of the integer tensors in which clients differ."""
+        """The source of each integer tensor in which clients differ, keyed by tensor name."""
 
     def fold(self, window: _Window, slot: int) -> Raw:
-        """Return the elements of the window, in the buffer of that slot."""
+        """Return the result for a window, in the buffer with index `slot`."""
         dtype = storage(window.dtype)
         raw = self._raw[: window.size_bytes].view(dtype)
         result = self._results[slot][: window.size_bytes].view(dtype)
@@ -321,7 +321,7 @@ class _Folder:
         return result
 
     def finish(self) -> None:
-        """Check that all bytes read are those that were accepted; log disputes."""
+        """Check that the bytes read were those accepted; log tensors in which clients differ."""
         for source in self._sources:
             source.check()
         if self._disputed:

@@ -46,7 +46,7 @@ class MergeStoppedError(StratagemError):
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """The part of a state that one worker holds: its manifest, and the bytes in that order."""
+    """The part of a state that one worker holds: its manifest, and its data in a scratch file."""
 
     manifest: Manifest
     data: Scratch
@@ -55,8 +55,8 @@ class StatePart:
 def merged_manifest(parts: Sequence[Manifest], limits: Limits) -> Manifest:
     """Return the manifest of the tensors of all parts; parts that share a metadata key must agree.
 
-    Of tied tensors the first in that order has the bytes. Raises ContradictionError where two
-    parts have the same tensor, contradict each other, or are too large together.
+    The first of tied tensors owns the bytes. Raises ContradictionError if two parts have the same
+    tensor, contradict each other, or are too large together.
     """
     named: dict[str, TensorSpec] = {}
     aliases: dict[str, str] = {}
@@ -95,7 +95,7 @@ def _checked(
 
 
 def merged_metadata(parts: Sequence[Manifest]) -> Mapping[str, str]:
-    """Return the metadata of all parts. Raises ContradictionError where two differ."""
+    """Return the merged metadata of all parts. Raises ContradictionError if two parts differ."""
     merged: dict[str, str] = {}
     for part in parts:
         for key, value in part.metadata.items():
@@ -107,9 +107,9 @@ def merged_metadata(parts: Sequence[Manifest]) -> Mapping[str, str]:
 
 
 def joined_rows(merged: Manifest) -> Manifest:
-    """Describe tensors "<name>/<number>" as one "<name>" each, row after row: the same bytes.
+    """Return a manifest in which one tensor "<name>" joins all "<name>/<number>", row after row.
 
-    Raises ContradictionError where they differ in more than rows.
+    Raises ContradictionError if they differ in more than the number of rows.
     """
     joined: dict[str, TensorSpec] = {}
     for spec in merged.stored():
@@ -134,9 +134,9 @@ def write_merged(
     sources: Mapping[str, Sequence[tuple[int, TensorSpec]]],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Digest:
-    """Write and commit the data of a merged manifest. Raises MergeStoppedError when asked to stop.
+    """Write and commit the data of a merged manifest. Raises MergeStoppedError if asked to stop.
 
-    sources: of each tensor, in which parts its bytes are, in order.
+    sources: the parts that hold each tensor's bytes, in order.
     """
     for target in manifest.stored():
         for number, spec in sources[target.name]:
@@ -154,18 +154,18 @@ def write_merged(
 
 _MODEL = "model/"
 Sources = Mapping[str, Sequence[tuple[int, TensorSpec]]]
-"""The places of the bytes of each tensor of the whole: in which part, and where there, in order."""
+"""The location of each tensor's bytes, keyed by name: (number of a part, tensor there) in order."""
 
 
 class WholeState(NamedTuple):
-    """A state that was put together: its manifest, and where the bytes of its tensors are."""
+    """A state assembled from parts: its manifest, and where the parts have its tensors' bytes."""
 
     manifest: Manifest
     sources: Sources
 
 
 def are_sliced(parts: Sequence[Manifest]) -> bool:
-    """Return True if the members hold slices of tensors."""
+    """Return True if some part holds slices of tensors instead of whole ones."""
     return any(
         _name_of(spec) is not None or _parameter_of(spec) is not None
         for part in parts
@@ -174,10 +174,10 @@ def are_sliced(parts: Sequence[Manifest]) -> bool:
 
 
 def joined_slices(parts: Sequence[Manifest], limits: Limits) -> WholeState:
-    """Return the state whose slices are in these parts; what is not sliced is in one of them.
+    """Assemble a state from slices; each tensor that is not sliced is in exactly one part.
 
-    It is ordered as a state that one member holds: the model, the optimizer, the rest. Raises
-    ContradictionError where the parts make no whole, or it is too large.
+    The order is that of an undivided state: the model, the optimizer, the rest. Raises
+    ContradictionError if the parts make no whole, or it is too large.
     """
     plain: dict[str, tuple[int, TensorSpec]] = {}
     slices: dict[str, list[tuple[SliceName, int, TensorSpec]]] = {}
@@ -220,8 +220,8 @@ def joined_slices(parts: Sequence[Manifest], limits: Limits) -> WholeState:
 
 
 def whole_of(parts: Sequence[Manifest], limits: Limits) -> WholeState:
-    """Return the state that parts make, slice by slice or tensor by tensor. Raises
-    ContradictionError where they make none."""
+    """Assemble a state from its parts, slice by slice or tensor by tensor. Raises
+    ContradictionError if the parts make no state."""
     if are_sliced(parts):
         return joined_slices(parts, limits)
     sources = {spec.name: [(n, spec)] for n, part in enumerate(parts) for spec in part.tensors}
@@ -232,8 +232,8 @@ def _model(
     plain: Mapping[str, tuple[int, TensorSpec]],
     parameters: Mapping[str, list[tuple[ParameterSlice, int, TensorSpec]]],
 ) -> list[TensorSpec]:
-    """Describe the tensors of the model in order: sliced parameters have their places, and tensors
-    that one member has whole stand between them."""
+    """Return the tensors of the model in order: sliced parameters at their recorded places, and
+    whole tensors in between."""
     placed: dict[int, TensorSpec] = {}
     for whole, slices in parameters.items():
         slices.sort(key=lambda each: each[0])
@@ -262,7 +262,7 @@ def _model(
 def _check_slices(
     whole: str, slices: Sequence[tuple[int, TensorSpec]], shape: tuple[int, ...]
 ) -> None:
-    """Raise ContradictionError unless slices, each after the one before, make the whole."""
+    """Raise ContradictionError unless the slices join without gaps to a tensor of this shape."""
     at, dtype = 0, slices[0][1].dtype
     for first, spec in slices:
         if first != at or spec.dtype != dtype:
@@ -278,7 +278,7 @@ def _joined(
     slices: Sequence[tuple[SliceName, int, TensorSpec]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> TensorSpec:
-    """Describe the tensor that slices make: one number, or as many as the parameter has."""
+    """Return the tensor that slices make: a single number, or one of the parameter's shape."""
     first = slices[0][2]
     if len(slices) == 1 and not first.shape:
         return TensorSpec(whole, first.dtype, (), 0, 0)
@@ -311,7 +311,7 @@ def _parameter_of(spec: TensorSpec) -> ParameterSlice | None:
 
 
 class PartPiece(NamedTuple):
-    """A range of the bytes of a part of a state."""
+    """A range of bytes in one part of a state."""
 
     part: int
     offset: int
@@ -319,11 +319,11 @@ class PartPiece(NamedTuple):
 
 
 PiecedLeaf = tuple[PartPiece, ...]
-"""The pieces that make a leaf, in order."""
+"""The pieces whose bytes, in order, make up a leaf."""
 
 
 class _Placed(NamedTuple):
-    """Bytes of the whole state from `start` on, and where a part has them."""
+    """The location of a range of a state's bytes: its start there, and the piece of a part."""
 
     start: int
     piece: PartPiece
@@ -332,7 +332,7 @@ class _Placed(NamedTuple):
 def pieced_leaves(
     whole: Manifest, sources: Mapping[str, Sequence[tuple[int, TensorSpec]]]
 ) -> list[PiecedLeaf]:
-    """Return the leaves of a state. sources: the parts with each tensor's bytes, in order."""
+    """Return the pieces that make up each leaf of a state. sources: see Sources."""
     placed: list[_Placed] = []
     for target in whole.stored():
         at = target.offset
@@ -369,10 +369,10 @@ def _add_range(
 def shared_out(
     leaves: Mapping[int, PiecedLeaf], parts_of: Sequence[Collection[int]]
 ) -> list[list[int]]:
-    """Return the numbers of the leaves that each writer writes: about as many bytes for each, and
-    as many of its own as that allows.
+    """Divide leaves among writers: about equal bytes for each, and as many of its own bytes as that
+    allows.
 
-    parts_of: the parts that each writer holds.
+    parts_of: the parts that each writer holds. Return the numbers of each writer's leaves.
     """
     sizes = {number: sum(piece.size for piece in leaf) for number, leaf in leaves.items()}
     quota = sum(sizes.values()) / len(parts_of)
@@ -390,7 +390,7 @@ def shared_out(
 
 
 def _place(load: int, size: int, quota: float, here: int) -> tuple[bool, int, int]:
-    """Order writers for a leaf, the best one first: among those with room for most of it the one
-    that holds the most, else the one with the least to write."""
+    """Return the sort key of a writer for a leaf; the least is best. Writers with room come first,
+    sorted by the bytes of the leaf that they hold, then the rest, sorted by load."""
     is_full = load + size / 2 > quota
     return is_full, load if is_full else -here, load

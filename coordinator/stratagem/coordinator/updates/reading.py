@@ -1,6 +1,5 @@
-"""Read accepted updates and stored states as windows of the model's data; every byte that is used
-is checked.
-"""
+"""Read accepted updates and stored states as windows (ranges of the model's data); every byte that
+is used is checked."""
 
 import io
 import json
@@ -47,16 +46,16 @@ _READ_BYTES: Final = 16 * _BLOCK_BYTES
 
 
 class Source(Protocol):
-    """Reads one update as windows of the model's data, from the first to the last.
+    """Reads one update in windows of the model's data, from the first to the last.
 
-    Raises IntegrityError for one that the disk has damaged.
+    Raises IntegrityError if the disk has damaged the update.
     """
 
     def read(self, offset: int, into: Raw) -> None:
-        """Fill the array with the elements from that byte of the model's data on."""
+        """Fill the array with elements, from that byte offset in the model's data on."""
 
     def check(self) -> None:
-        """Check that the bytes read, which must be all, are those that were accepted."""
+        """Check that the bytes read, which must be all bytes, are those that were accepted."""
 
 
 class WholeSource:
@@ -83,8 +82,8 @@ def read_integers(
     out: Raw,
     compared: Collection[int] | None = None,
 ) -> bool:
-    """Fill `out` with the integers or bools of one update, from that byte of the model's data on.
-    Every update is read; return whether one that is compared, each unless given, has others."""
+    """Fill `out` with the integers or bools of the chosen update, from a byte offset on. Every
+    update is read; return True if a compared update (by default all) has other values."""
     sources[chosen].read(offset, out)
     other, differ = np.empty_like(out), False
     for place, source in enumerate(sources):
@@ -96,14 +95,14 @@ def read_integers(
 
 
 class CheckedData:
-    """The data of an update, which are read in any order.
+    """The data of one update, readable in any order.
 
-    Their checksum is compared first; meanwhile one is taken of each block, with which the block is
-    compared whenever it is read.
+    The checksum of the whole is verified first; a checksum taken of each block then verifies each
+    later read.
     """
 
     def __init__(self, entry: SpoolEntry) -> None:
-        """Read all data once. Raises IntegrityError where they are damaged."""
+        """Read all data once. Raises IntegrityError if they are damaged."""
         self._entry = entry
         self._blocks = array("I")
         crc32c = 0
@@ -115,7 +114,7 @@ class CheckedData:
             raise damaged(entry, "its checksum is another")
 
     def read(self, offset: int, num: int, dtype: str) -> Raw:
-        """Return elements of the data from a byte on. Raises IntegrityError if they changed."""
+        """Return num elements from a byte offset on. Raises IntegrityError if they changed."""
         end = offset + num * np.dtype(dtype).itemsize
         first, skipped = divmod(offset, _BLOCK_BYTES)
         last = -(-end // _BLOCK_BYTES)
@@ -125,7 +124,7 @@ class CheckedData:
         return data[skipped:][: end - offset].view(dtype)
 
     def _data(self, start: int, stop: int) -> ByteArray:
-        """Return a range of the data, as far as there are any; not checked."""
+        """Return a range of the data, cut at the end of the data; unchecked."""
         data = np.empty(max(0, min(stop, self._entry.data_bytes) - start), np.uint8)
         read_file(self._entry, self._entry.data_start + start, data)
         return data
@@ -136,8 +135,8 @@ def _blocks(data: ByteArray) -> Iterator[ByteArray]:
 
 
 def read_file(entry: SpoolEntry, start: int, into: ByteArray) -> None:
-    """Fill the array with bytes of an update's file, which are not checked. Raises IntegrityError
-    where the file ends before."""
+    """Fill the array with bytes of an update's file, unchecked. Raises IntegrityError if the file
+    is too short."""
     view = into.data
     descriptor = open_regular(entry.path)
     try:
@@ -152,7 +151,7 @@ def read_file(entry: SpoolEntry, start: int, into: ByteArray) -> None:
 
 
 def damaged(entry: SpoolEntry, what: str) -> IntegrityError:
-    """Return the error for an update that is not what was accepted."""
+    """Return the error for an accepted update that is damaged; what: the symptom."""
     return IntegrityError(f"the accepted update {entry.path.name} is damaged: {what}")
 
 
@@ -167,21 +166,21 @@ _WINDOW_BYTES: Final = 4 << 18
 
 
 class CodedLayout:
-    """The tensors of all coded updates that have one manifest: each is in the file as it is, or in
-    the payload. Owns what must be right before anything is decoded."""
+    """The layout of coded updates with the same manifest: each tensor is stored as it is, or in the
+    payload. Everything that decoding relies on is checked here first."""
 
     def __init__(self, job: JobSpec, numerics: int, expected: Manifest, sent: Manifest) -> None:
-        """expected: manifest of the model. Raises UpdateRejectedError for an impossible `sent`."""
+        """Check the manifest `sent` against the model's. Raises UpdateRejectedError."""
         self.stored = expected.stored()
         self._ends = [spec.offset + spec.size_bytes for spec in self.stored]
         self.given = {tensor.name: tensor for tensor in sent.tensors}
-        """The tensors that are in the file as they are, and the payload."""
+        """The tensors stored as they are, and the payload, keyed by name."""
         self.coded = [spec for spec in self.stored if spec.name not in self.given]
         self._check_given()
         self.payload = self.given[PAYLOAD]
         self.codec, names = update_codec(job, self.coded, numerics)
         self.places = {name: place for place, name in enumerate(names)}
-        """The places of the coded tensors in the payload, in its order."""
+        """The index of each coded tensor in the payload, keyed by name."""
         if self.payload.size_bytes != self.codec.payload_bytes:
             came, wanted = self.payload.size_bytes, self.codec.payload_bytes
             raise UpdateRejectedError(
@@ -189,8 +188,8 @@ class CodedLayout:
             )
 
     def overlapping(self, offset: int, num_bytes: int) -> Iterator[tuple[TensorSpec, int, int]]:
-        """Yield what a range of the model's data has of each tensor: (tensor, its first byte in the
-        range, the one after its last)."""
+        """Yield the tensors in a range of the model's data, as (tensor, its first byte in the
+        range, the byte after its last)."""
         for index in range(bisect_right(self._ends, offset), len(self.stored)):
             spec = self.stored[index]
             if spec.offset >= offset + num_bytes:
@@ -210,7 +209,7 @@ class CodedLayout:
         return decoder
 
     def _check_given(self) -> None:
-        """Check that uncoded tensors are as in the model, and that coded ones are float32."""
+        """Check that uncoded tensors match the model's, and that coded tensors are float32."""
         wanted = {spec.name: spec for spec in self.stored}
         for name, have in self.given.items():
             want = wanted.get(name)
@@ -228,15 +227,15 @@ class CodedLayout:
 
 
 class CodedSource:
-    """Reads a coded update: what its payload gives is added to the state it began from."""
+    """Reads a coded update: adds the decoded change to the state that the update began from."""
 
     def __init__(
         self, layout: CodedLayout, data: CheckedData, before: Callable[[int, int], ByteArray]
     ) -> None:
-        """before: reads so many bytes of the data of that state, from an offset on."""
+        """Set up; before: reads num_bytes of that state's data from an offset on."""
         self._layout, self._data, self._before = layout, data, before
         self._decoded: tuple[str, Decode] | None = None
-        """The tensor of which windows are being read, and its decoder."""
+        """The name of the tensor being read, and its decoder."""
 
     def read(self, offset: int, into: Raw) -> None:
         elements = into.view(np.uint8)
@@ -254,11 +253,11 @@ class CodedSource:
             np.add(before, moved, out=elements[piece].view("<f4"))
 
     def check(self) -> None:
-        """Do nothing: the data were compared when they were read."""
+        """Do nothing: the data were checked as they were read."""
 
 
 class UpdateDecoding:
-    """Decodes the updates of one job. Holds the states open that they are relative to."""
+    """Decodes the updates of one job, and keeps the states open that they are relative to."""
 
     def __init__(
         self,
@@ -268,7 +267,7 @@ class UpdateDecoding:
         expected: Manifest,
         bases: Sequence[Digest],
     ) -> None:
-        """expected: manifest of the model; bases: the state that each update began from."""
+        """Set up; expected: manifest of the model; bases: the state that each update began from."""
         self.job, self.expected = job, expected
         self._numerics, self._blobs, self._bases = numerics, blobs, bases
         self._files = ExitStack()
@@ -278,13 +277,13 @@ class UpdateDecoding:
 
     @property
     def has_windows(self) -> bool:
-        """Return True if the job's codec, which it must have, decodes window by window."""
+        """Return True if the job's codec can decode window by window; the job must have a codec."""
         codec, _ = update_codec(self.job, [], self._numerics)
         return codec.part(range(0)) is not None
 
     def layout(self, sent: Manifest) -> CodedLayout:
-        """Return the layout of coded updates of that manifest: one value, as clients are many.
-        Raises UpdateRejectedError where it cannot be one."""
+        """Return the layout of coded updates with that manifest, cached, since many clients share
+        it. Raises UpdateRejectedError if the manifest is impossible."""
         layout = self._layouts.get(sent.tensors)
         if layout is None:
             layout = CodedLayout(self.job, self._numerics, self.expected, sent)
@@ -292,8 +291,8 @@ class UpdateDecoding:
         return layout
 
     def source(self, place: int, entry: SpoolEntry) -> Source:
-        """Return the source of an accepted update; place: of it among all. Raises IntegrityError
-        where its file is damaged."""
+        """Return the reader of an accepted update; place: its index among all. Raises
+        IntegrityError if the update's file is damaged."""
         if not entry.is_coded:
             return WholeSource(entry)
         try:
@@ -302,7 +301,7 @@ class UpdateDecoding:
             raise damaged(entry, error.reason) from error
 
     def check_size(self, manifest: Manifest) -> None:
-        """Refuse a coded update that is larger than the model, by UpdateRejectedError."""
+        """Raise UpdateRejectedError if a coded update is larger than the model."""
         room = self.expected.total_bytes
         if manifest.codec and manifest.total_bytes > room:
             raise UpdateRejectedError(
@@ -310,8 +309,8 @@ class UpdateDecoding:
             )
 
     def check(self, manifest: Manifest, entry: SpoolEntry) -> None:
-        """Check the only update, which has arrived coded: that it can be decoded, and to finite
-        values. Raises UpdateRejectedError."""
+        """Check that the only update, which is coded, can be decoded to finite values. Raises
+        UpdateRejectedError."""
         layout = self.layout(manifest)
         source = self._coded(0, entry, layout)
         for spec in layout.coded:
@@ -325,8 +324,8 @@ class UpdateDecoding:
                 check_finite(spec, values)
 
     def before(self, place: int, offset: int, num_bytes: int) -> ByteArray:
-        """Return bytes of the data of the state that an update began from. The newest are kept: the
-        clients of a round need the same ones in turn."""
+        """Return bytes of the state that an update began from; the latest are cached, since the
+        clients of a round need the same bytes in turn."""
         base = self._bases[place]
         if base not in self._states:
             self._states[base] = open_state(self._files, self._blobs, base)[1]
@@ -337,8 +336,8 @@ class UpdateDecoding:
         return newest[1]
 
     def known(self, spec: TensorSpec, offset: int, num_bytes: int) -> ByteArray | None:
-        """Return bytes of a tensor of the state that the only update began from, from this place in
-        it on; None for another tensor."""
+        """Return bytes of a tensor, from an offset on, in the state that the only update began
+        from; None if the state has no such tensor."""
         for ours in self.expected.stored():
             if (ours.name, ours.dtype, ours.size_bytes) == (spec.name, spec.dtype, spec.size_bytes):
                 return self.before(0, ours.offset + offset, num_bytes)
@@ -353,7 +352,7 @@ class UpdateDecoding:
 
 
 def _manifest(entry: SpoolEntry) -> Manifest:
-    """Return the manifest of a coded update's file. Raises IntegrityError where it is damaged."""
+    """Return the manifest of a coded update's file. Raises IntegrityError if damaged."""
     header = np.empty(entry.data_start, np.uint8)
     read_file(entry, 0, header)
     if crc32c(header.data) != entry.header_crc32c:
@@ -371,40 +370,40 @@ AVERAGED_KEY: Final = "averaged"
 
 
 def averaged_names(manifest: Manifest) -> Collection[str]:
-    """Return the tensors of a state that are averaged under every server optimizer."""
+    """Return the names of tensors that are always averaged, whatever the server optimizer."""
     return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
 
 
 def is_trained(spec: TensorSpec, averaged: Collection[str]) -> bool:
-    """Return whether the tensor is a parameter that is trained; other floating tensors, buffers and
-    frozen parameters, are averaged."""
+    """Return True if the tensor is a trained parameter; buffers and frozen parameters are averaged
+    instead."""
     return dtype_named(spec.dtype).is_floating and spec.name not in averaged
 
 
 def open_state(
     files: ExitStack, store: BlobStore, digest: Digest
 ) -> "tuple[Manifest, StateReader]":
-    """Return the manifest and the reader of a stored state; `files` closes it."""
+    """Open a stored state; return its manifest and a reader, which `files` closes."""
     file = files.enter_context(store.open(digest))
     manifest, data_start = header_of(file, digest)
     return manifest, StateReader(file, data_start)
 
 
 class StateReader:
-    """A reader of windows of a blob; every byte is checked."""
+    """Reads windows of a stored state; every byte is checked."""
 
     def __init__(self, file: BlobFile, data_start: int) -> None:
         self._file = file
         self._data_start = data_start
 
     def read(self, dtype: str, offset: int, num: int) -> Wide:
-        """Return num elements from a byte offset on, in float64."""
+        """Return num elements from a byte offset on, as float64."""
         values = np.empty(num)
         widen(dtype, self.read_raw(dtype, offset, num), values)
         return values
 
     def read_raw(self, dtype: str, offset: int, num: int) -> Raw:
-        """Return num elements from a byte offset on, as they are stored."""
+        """Return num elements from a byte offset on, in their stored type."""
         raw = np.empty(num, storage(dtype))
         self._file.read_into(raw.view(np.uint8).data, self._data_start + offset)
         return raw
@@ -419,20 +418,20 @@ class StateReader:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Vectors that are sent one after the other."""
+    """A reply to coded gradients: vectors to send one after the other."""
 
     manifest: Manifest
     vectors: tuple[memoryview, ...]
 
     async def windows(self) -> AsyncGenerator[bytes, None]:
-        """Yield all bytes, in pieces."""
+        """Yield the bytes of all vectors, in pieces."""
         for vector in self.vectors:
             for start in range(0, len(vector), CHUNK_BYTES):
                 yield bytes(vector[start : start + CHUNK_BYTES])
 
 
 def codec_of(job: JobSpec) -> str:
-    """Return the codec's name in a manifest; "" without one."""
+    """Return the name of the job's codec as in manifests; "" without one."""
     spec = exchanged_codec(job.compression, job.strategy)
     return "" if spec is None else spec.codec
 
@@ -444,8 +443,8 @@ def reply_to(
     step: int,
     numerics: int,
 ) -> Reply:
-    """Return the reply to the messages of the shards 0, 1, ... in order. Raises IntegrityError
-    where they are not of this codec."""
+    """Return the reply to the coded messages of shards 0, 1, ... in order. Raises IntegrityError if
+    a message is not of this codec."""
     spec = exchanged_codec(job.compression, job.strategy)
     assert spec is not None
     codec = make_codec(spec, layout, job.seed, numerics=numerics)

@@ -1,8 +1,7 @@
-"""Combine the updates of a round by robust rules, which a minority of false updates cannot
-control.
+"""Combine the updates of a round by robust rules, which a minority of false updates cannot control.
 
-The change of an update is the vector, in float64, of its floating elements minus those of the
-state that it began from. An element that is not finite in both has not changed. In float32,
+The change of an update is the vector, in float64, of its floating elements minus those of the state
+that it began from. An element that is not finite in that state has not changed. In float32,
 distances between different updates could come out as 0.
 """
 
@@ -47,10 +46,10 @@ def gram(
     base: StateReader,
     should_stop: Callable[[], None],
 ) -> Matrix:
-    """Return the inner products of all changes with each other, in order of the updates.
+    """Return the inner products of all pairs of changes, in order of the updates.
 
-    Blocks of them are multiplied one after the other, by one thread of the linear algebra, so that
-    equal updates give equal bits on equal machines. should_stop raises where it is to stop.
+    Blocks are multiplied one after the other, with one linear algebra thread, so that equal updates
+    give equal bits on equal machines. should_stop: raises if the work is to stop.
     """
     _limit_to_one_thread()
     total = np.zeros((len(sources), len(sources)))
@@ -69,7 +68,7 @@ def squared_lengths(
     should_stop: Callable[[], None],
     is_counted: Callable[[TensorSpec], bool] = lambda _: True,
 ) -> Wide:
-    """Return the squared length of each change, of the tensors that count."""
+    """Return the squared length of each update's change, over tensors for which is_counted."""
     total = np.zeros(len(sources))
     with np.errstate(over="ignore", invalid="ignore"):
         for block in _blocks(sources, manifest, base, should_stop, is_counted):
@@ -81,7 +80,7 @@ def squared_lengths(
 
 def squared_distances(products: Matrix) -> Matrix:
     """Return the squared distances between updates, from the inner products of their changes;
-    infinite for those beyond the range of float64."""
+    infinite if beyond the range of float64."""
     lengths = np.diag(products)
     with np.errstate(over="ignore", invalid="ignore"):
         distances = lengths[:, None] + lengths[None, :] - 2 * products
@@ -97,7 +96,7 @@ def _blocks(
     should_stop: Callable[[], None],
     is_counted: Callable[[TensorSpec], bool] = lambda _: True,
 ) -> Iterator[Matrix]:
-    """Yield the changes of some elements, a row for each update, until all have been read."""
+    """Yield blocks of changes: some elements, one row per update, until all elements are read."""
     num_elements = min(_BLOCK, max(1, _ELEMENTS_IN_MEMORY // len(sources)))
     block = np.empty((len(sources), num_elements))
 
@@ -127,8 +126,8 @@ def _blocks(
 
 @cache
 def _limit_to_one_thread() -> None:
-    """Limit linear algebra to one thread: the order of several depends on their number. Never
-    lifted: nothing else here uses the library, and two folds would lift it for each other."""
+    """Limit linear algebra to one thread: results depend on the number of threads. Never lifted:
+    nothing else here uses the library, and two folds would lift it for each other."""
     threadpool_limits(limits=1, user_api="blas")
 
 
@@ -145,12 +144,13 @@ def _limit_to_one_thread() -> None:
 # iteration removes only a constant factor of the distance.
 
 _SHORTEST: Final = 1e-12
-"""A distance below it counts as this: an iterate may fall on an update."""
+"""The least distance used as a divisor: an iterate may coincide with an update."""
 
 
 def geometric_weights(products: Matrix, iterations: int) -> tuple[Wide, Wide]:
-    """Return the weights after some iterations, from inner products, and the distances to the last
-    iterate. An update that is infinitely far from most others has weight 0."""
+    """Return the updates' weights in the geometric median after some iterations, and their
+    distances to the last iterate. products: inner products of the changes. Updates that are
+    infinitely far from most others get weight 0."""
     to_others = _median_distances(products)
     is_near = np.isfinite(to_others)
     if not is_near.any():
@@ -198,7 +198,7 @@ def _distances_to(products: Matrix, weights: Wide) -> Wide:
 
 
 def krum_scores(distances: Matrix, num_false: int) -> Wide:
-    """Return the score of each update, of their squared distances."""
+    """Return the Krum score of each update, from the squared distances between updates."""
     num_updates = len(distances)
     num_nearest = max(1, num_updates - num_false - 2)
     others = np.sort(distances, axis=1)[:, 1:]  # the first one is that to itself
@@ -209,14 +209,14 @@ def krum_scores(distances: Matrix, num_false: int) -> Wide:
 
 
 def nearest(distances: Matrix, num_false: int, num_kept: int) -> list[int]:
-    """Return the places of the updates with the lowest scores, ascending."""
+    """Return the indices of the num_kept updates with the lowest Krum scores, ascending."""
     in_order = np.argsort(krum_scores(distances, num_false), kind="stable")
     return sorted(int(place) for place in in_order[:num_kept])
 
 
 def nearest_one_by_one(distances: Matrix, num_false: int) -> list[int]:
-    """Return the places of the updates that Bulyan (arXiv:1802.07927) chooses, ascending: the best
-    one, then the best of the others among themselves, until n - 2f are chosen."""
+    """Return the indices of the updates that Bulyan (arXiv:1802.07927) chooses, ascending. It picks
+    the update with the lowest score among those left, until n - 2f are chosen."""
     left = list(range(len(distances)))
     chosen = []
     for _ in range(len(distances) - 2 * num_false):
@@ -234,21 +234,22 @@ Statistic = Callable[[list[Raw]], Wide]
 
 
 def median(rows: list[Raw]) -> Wide:
-    """Return the middle value, and of an even number the mean of the two in the middle."""
+    """Return the median of each column; of an even number of rows, the mean of the middle two."""
     low, high = (len(rows) - 1) // 2, len(rows) // 2
     sort_columns(rows, network(len(rows), frozenset({low, high})))
     return _middle(rows)
 
 
 def lower_median(rows: list[Raw]) -> Raw:
-    """Return the middle value, and of an even number the smaller of the two, in the rows' type."""
+    """Return the median of each column; of an even number of rows, the lower of the middle two."""
     low = (len(rows) - 1) // 2
     sort_columns(rows, network(len(rows), frozenset({low})))
     return rows[low]
 
 
 def trimmed_mean(num_trimmed: int) -> Statistic:
-    """Return the mean of the values without num_trimmed at each end, added from the smallest on."""
+    """Return a function for the mean of each column without the num_trimmed smallest and largest
+    values; values are added from the smallest on."""
 
     def statistic(rows: list[Raw]) -> Wide:
         end = len(rows) - num_trimmed
@@ -259,8 +260,8 @@ def trimmed_mean(num_trimmed: int) -> Statistic:
 
 
 def mean_around_median(num_left_out: int) -> Statistic:
-    """Return the mean of the values nearest to the median, without num_left_out others; of two that
-    are equally near the larger one is left out first."""
+    """Return a function for the mean of each column's values nearest to the median, without
+    num_left_out others. Of two values that are equally near, the larger is left out first."""
 
     def statistic(rows: list[Raw]) -> Wide:
         num_kept = len(rows) - num_left_out
@@ -305,16 +306,16 @@ def _sum(rows: list[Raw]) -> Wide:
 
 _MAX_WINDOW: Final = 1 << 18
 _NARROW: Final = frozenset({"float32", "float16", "bfloat16"})
-"""The types whose values float32 holds exactly, and which are compared in it."""
+"""The types whose values float32 holds exactly; they are compared in float32."""
 
 
 def window_of(num_updates: int) -> int:
-    """Return the elements of a window of which every update has one in memory."""
+    """Return the window size, in elements, if one window of every update is in memory."""
     return min(_MAX_WINDOW, max(COLUMNS, _ELEMENTS_IN_MEMORY // num_updates))
 
 
 def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-    """Fill `out` with middle values; return so where updates differ; see Combination."""
+    """Fill `out` with lower medians; return "the middle" if updates differ; see Combination."""
     rows = [np.empty(out.size, storage(dtype)) for _ in sources]
     for source, row in zip(sources, rows, strict=True):
         source.read(offset, row)
@@ -324,7 +325,7 @@ def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Ra
 
 
 class StatisticOfRows:
-    """A statistic of each floating element."""
+    """A fold rule that applies a statistic, such as the median, to each floating element."""
 
     integers = staticmethod(_middle_integers)
 
@@ -346,13 +347,13 @@ class StatisticOfRows:
 
 
 class WeightedSum:
-    """The weighted sum of updates, divided by the sum of the weights; the missing part of shortened
-    updates comes from the state that they began from."""
+    """A fold rule for the weighted mean of updates; for shortened updates the base state makes up
+    the missing weight."""
 
     integers = staticmethod(_middle_integers)
 
     def __init__(self, weights: Sequence[float], base: StateReader | None = None) -> None:
-        """weights: of updates, in client order; with `base` the remaining share of each."""
+        """weights: of the updates, in client order; with `base`, the kept share of each change."""
         self.window_elements = window_of(len(weights))
         self._weights, self._base = weights, base
         self._divisor = fsum(weights) if base is None else float(len(weights))
@@ -380,7 +381,7 @@ class WeightedSum:
 
 
 def places_read(rule: RobustRule, num_updates: int, weights: Sequence[float]) -> list[int]:
-    """Return the places of the updates that the fold reads: all but those of weight 0."""
+    """Return the indices of the updates that the fold must read: all except those of weight 0."""
     if not weights or isinstance(rule, NormBound):
         return list(range(num_updates))
     return [place for place, weight in enumerate(weights) if weight]
@@ -389,7 +390,7 @@ def places_read(rule: RobustRule, num_updates: int, weights: Sequence[float]) ->
 def combination(
     rule: RobustRule, weights: Sequence[float], base: StateReader
 ) -> StatisticOfRows | WeightedSum:
-    """Return the combination of the updates that are read; weights: theirs, in client order."""
+    """Return the fold rule for a robust rule; weights: of the updates read, in client order."""
     num = len(weights)
     match rule:
         case Median():
@@ -417,11 +418,11 @@ def combination(
 # either.
 
 COLUMNS: Final = 8192
-"""Columns that are sorted together: a row of them fits the first-level cache."""
+"""The number of columns sorted together: a row of them fits the first-level cache."""
 
 
 class Comparator(NamedTuple):
-    """Puts the smaller elements of two rows into the first one and the larger into the second."""
+    """Puts the smaller elements of two rows into the first row: a step of a sorting network."""
 
     first: int
     second: int
@@ -431,7 +432,7 @@ class Comparator(NamedTuple):
 
 @lru_cache(64)
 def network(num_rows: int, wanted: frozenset[int]) -> tuple[Comparator, ...]:
-    """Return the comparators after which the wanted rows, counted from the smallest, are right."""
+    """Return a sorting network that is correct for the wanted rows, counted from the smallest."""
     comparators, needed = [], set(wanted)
     for first, second in reversed(list(_merge_exchange(num_rows))):
         if first in needed or second in needed:
@@ -441,7 +442,7 @@ def network(num_rows: int, wanted: frozenset[int]) -> tuple[Comparator, ...]:
 
 
 def sort_columns(rows: list[Raw], comparators: Sequence[Comparator]) -> None:
-    """Sort the columns of rows of equal length and type; rows are overwritten and exchanged."""
+    """Sort each column of equally long rows; the rows are overwritten and exchanged."""
     if not comparators:
         return
     spare = np.empty_like(rows[0])
@@ -481,12 +482,12 @@ _LARGEST: Final = float(np.finfo(np.float64).max)
 
 
 class Verdict(NamedTuple):
-    """The weights of updates and the reasons for them, in client order."""
+    """The verdict of a robust rule: updates' weights and the reasons, in client order."""
 
     weights: tuple[float, ...]
-    """The weight of each, 0 if it is left out; under a norm bound its remaining share."""
+    """The weight of each update: 0 if left out; under a norm bound the kept share of its change."""
     scores: tuple[float, ...]
-    """The reason of each weight: a score of Krum, a distance, or a length."""
+    """The reason for each weight: a Krum score, a distance, or a length."""
 
 
 def judge(
@@ -496,7 +497,7 @@ def judge(
     base: StateReader,
     should_stop: Callable[[], None],
 ) -> Verdict:
-    """Return the verdict on updates that began from `base`; each is read once."""
+    """Return the rule's verdict on updates that began from `base`; each update is read once."""
     if isinstance(rule, NormBound):
         lengths = np.sqrt(squared_lengths(sources, manifest, base, should_stop))
         return _verdict([_share(rule.norm, float(length)) for length in lengths], lengths.tolist())
@@ -504,7 +505,7 @@ def judge(
 
 
 def verdict_on(rule: RobustRule, products: Matrix) -> Verdict:
-    """Return the verdict that follows from the inner products of the updates' changes."""
+    """Return the rule's verdict, given the inner products of the updates' changes."""
     distances = squared_distances(products)
     match rule:
         case Krum(byzantine=num_false):

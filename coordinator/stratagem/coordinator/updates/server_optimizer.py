@@ -52,14 +52,14 @@ Step = Callable[[Slots, Wide], tuple[Slots, Wide]]
 
 @dataclass(frozen=True, slots=True)
 class ServerOptimizer:
-    """A server optimizer: its slots per element, by name with their first value, and its step."""
+    """A server optimizer: each slot's initial value, keyed by name, and the step function."""
 
     initial: Mapping[str, float]
     step: Step
 
 
 def server_optimizer(strategy: Federated) -> ServerOptimizer | None:
-    """Return the server optimizer of the strategy; None: the mean itself is the next state."""
+    """Return the strategy's server optimizer; None if the mean itself is the next state."""
     chosen = strategy.aggregation
     if isinstance(chosen, FedYogi):
         rate = strategy.options.server_learning_rate
@@ -130,12 +130,12 @@ def fed_avg_m(rate: float, momentum: float) -> ServerOptimizer:
 
 
 def slot_dtype(dtype: str) -> str:
-    """Return the type in which a slot of a tensor is kept."""
+    """Return the type in which a tensor's slots are stored."""
     return "float64" if dtype == "float64" else "float32"
 
 
 class ServerStep:
-    """The step from x toward the mean, applied to all windows of trained parameters in order."""
+    """Applies a server optimizer: moves the state toward the mean, for all windows in order."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ class ServerStep:
         metadata: dict[str, str],
         rule: Rule = SERVER,
     ) -> None:
-        """Open the files; base: the present state; slots: of the optimizer, in its order; none
-        before round 1. rule: the optimizer, for people."""
+        """Open the files. base: the present state. slots: the stored slots, in the optimizer's
+        order, or none before round 1. rule: names the optimizer in errors."""
         self._optimizer, self.rule = optimizer, rule
         with ExitStack() as files:
             manifest, self._x = open_state(files, store, base)
@@ -158,8 +158,8 @@ class ServerStep:
         self._writers = self._open_writers(store, manifest, metadata)
 
     def apply(self, dtype: str, offset: int, mean: Wide) -> None:
-        """Replace the mean of one window by the next x; offset: of the window in the state. Raises
-        DivergedError where a slot leaves the range of its type."""
+        """Replace the mean of one window by the optimizer's result, in place; offset: of the window
+        in the state. Raises DivergedError if a slot leaves the range of its type."""
         x = self._x.read(dtype, offset, mean.size)
         kept_as = slot_dtype(dtype)
         before = self._read_slots(kept_as, mean.size)
@@ -178,12 +178,12 @@ class ServerStep:
         self._slot_offset += mean.size * dtype_named(kept_as).item_bytes
 
     def commit(self) -> tuple[Digest, ...]:
-        """Make the slots durable and return their digests, in the optimizer's order."""
+        """Make the slots durable, and return their digests in the optimizer's order."""
         self._files.close()
         return tuple(writer.commit() for writer in self._writers)
 
     def abort(self) -> None:
-        """Discard what was written."""
+        """Discard the slots written so far."""
         self._files.close()
         for writer in self._writers:
             writer.abort()
@@ -221,14 +221,14 @@ _UNCHANGED: Final = 0.0
 
 
 class GlobalAverage:
-    """The average after a round. Must be given all windows of the next state, in order.
+    """Writes the average over rounds, given all windows of the next state in order.
 
     average + weight · (parameter − average) in float64, of the parameters as they are stored, and
     rounded once to their type.
     """
 
     def __init__(self, store: BlobStore, before: Digest, manifest: Manifest, weight: float) -> None:
-        """Open the files. before: the average until now; empty before its first update, which takes
+        """Open the files. before: the average until now; "" before the first update, which takes
         the parameters as they are. manifest: of the next state. weight: of its parameters."""
         self._files, self._weight = ExitStack(), weight
         self._finite = FiniteResult(manifest, AVERAGE)
@@ -246,9 +246,9 @@ class GlobalAverage:
             self._files = self._files.pop_all()
 
     def take(self, dtype: str, offset: int, values: Raw, *, is_trained: bool) -> None:
-        """Take in one window of the next state, of trained parameters or of what the average has
-        unchanged; offset: of the window in it. Raises DivergedError for an average that is not
-        finite where the state is."""
+        """Add one window of the next state to the average; offset: of the window in the state.
+        is_trained: average the elements, else copy them. Raises DivergedError if an average is not
+        finite although the state is."""
         result = values
         if self._before is not None and is_trained:
             result = self._before.read_raw(dtype, offset, values.size)
@@ -258,12 +258,12 @@ class GlobalAverage:
         self._writer.write(result.view(np.uint8).data)
 
     def commit(self) -> Digest:
-        """Make it durable and return its digest."""
+        """Make the average durable, and return its digest."""
         self._files.close()
         return self._writer.commit()
 
     def abort(self) -> None:
-        """Discard what was written."""
+        """Discard the average written so far."""
         self._files.close()
         self._writer.abort()
 
@@ -275,7 +275,7 @@ def global_average(
     manifest: Manifest,
     round_num: int,
 ) -> GlobalAverage | None:
-    """Return the average after a round; None where there is none yet. See GlobalAverage."""
+    """Return the writer of the average after a round; None if there is none. See GlobalAverage."""
     if spec is None or not (before or spec.is_due(round_num)):
         return None
     weight = _UNCHANGED

@@ -74,20 +74,20 @@ class SpoolRun:
 
     run_id: RunId
     submission: str = ""
-    """See RunSubmitted."""
+    """The identifier of the submission; see RunSubmitted."""
     num_returns: int = 0
-    """The number of returns of the run to an earlier commit: its rounds are repeated then, perhaps
-    from other states, and updates that were accepted for them before do not count."""
+    """The number of times the run returned to an earlier commit. Its rounds are then repeated,
+    perhaps from other states, and updates accepted before do not count."""
 
     @classmethod
     def of(cls, run: RunRecord | EndedRun) -> Self:
-        """Return the present submission and returns of a run."""
+        """Return the current submission of a run, and its number of returns."""
         num_returns = run.num_returns if isinstance(run, RunRecord) else 0
         return cls(run.run_id, run.submission, num_returns)
 
     @property
     def folder(self) -> str:
-        """Return the run's folder, with all parties and returns. Raises InvalidInputError."""
+        """Return the name of the run's folder for all parties. Raises InvalidInputError."""
         name = check_run_id(self.run_id)
         if not self.submission:
             return name
@@ -96,7 +96,7 @@ class SpoolRun:
         return f"{name}.{self.submission}"
 
     def folder_of(self, party: Party, round_num: int) -> PurePosixPath:
-        """Return the folder of a round. Raises InvalidInputError for what is no name."""
+        """Return the folder of a round. Raises InvalidInputError if a part is no valid name."""
         segments = party.split("/") if party else []
         if not all(_SEGMENT.fullmatch(segment) for segment in segments):
             raise InvalidInputError.at("party", f"{party!r} is no path of names")
@@ -104,14 +104,14 @@ class SpoolRun:
         return PurePosixPath(self.folder, ".".join((root, *segments)), str(int(round_num)))
 
     def is_over(self, party_folder: str) -> bool:
-        """Return True if a party's folder is from before the run last went back."""
+        """Return True if a party's folder is from before the run last returned to a commit."""
         match_ = _ROOT.fullmatch(party_folder)
         return match_ is not None and int(match_[1] or 0) < self.num_returns
 
 
 @dataclass(frozen=True, slots=True)
 class SpoolKey:
-    """The identity of a client's update in a round."""
+    """The key of a client's update: run, party, round and client."""
 
     run: SpoolRun
     party: Party
@@ -120,7 +120,7 @@ class SpoolKey:
 
     @property
     def folder(self) -> PurePosixPath:
-        """Return the folder of its round."""
+        """Return the folder of the update's round."""
         return self.run.folder_of(self.party, self.round_num)
 
 
@@ -140,7 +140,7 @@ _NAME: Final = re.compile(r"\d{10}-[0-9a-f]{16}-(\d{1,18})-([0-9a-f]{8})\.safete
 
 @dataclass(frozen=True, slots=True)
 class SharedUpdate:
-    """An accepted update that is stored in the object store."""
+    """An accepted update in the object store."""
 
     client: int
     stored: StoredObject
@@ -149,13 +149,14 @@ class SharedUpdate:
 
 
 class SharedSpool:
-    """The updates below one prefix, for the coordinator of a term. `folder` is <run>/<party>/..."""
+    """The updates below one prefix of a bucket, for the coordinator of one term. `folder` is
+    <run>/<party>/..."""
 
     def __init__(self, objects: Objects, term: int) -> None:
         self._objects, self._term = objects, term
 
     def put(self, folder: str, entry: SpoolEntry) -> None:
-        """Write the update of a client, whose folder it is; when this returns, it is accepted."""
+        """Upload a client's update into the client's folder, by which it is accepted."""
         facts = f"{entry.num_samples}-{entry.crc32c:08x}"
         name = f"{_FOLDER}/{folder}/{unique_name(self._term)}-{facts}.safetensors"
         num_bytes = entry.data_start + entry.data_bytes
@@ -163,7 +164,7 @@ class SharedSpool:
             self._objects.put(name, own_pieces(file.fileno(), num_bytes), num_bytes)
 
     def find(self, round_folder: str) -> dict[int, list[SharedUpdate]]:
-        """Return the updates of a round by client, each client's newest term last."""
+        """Return the updates of a round, keyed by client; each client's newest term comes last."""
         clients: dict[int, list[SharedUpdate]] = {}
         for entry in self._objects.list(f"{_FOLDER}/{round_folder}"):
             *_, client, name = entry.name.split("/")
@@ -175,9 +176,9 @@ class SharedSpool:
         return clients
 
     def read(self, update: SharedUpdate) -> tuple[Manifest, Iterator[bytes | memoryview]]:
-        """Return the manifest of the update, and its data, which are not verified.
+        """Return the manifest of an update, and its data, unverified.
 
-        Raises NotFoundError, and IntegrityError where it does not begin with a header.
+        Raises NotFoundError, and IntegrityError if the object does not begin with a header.
         """
         pieces = self._objects.read(update.stored)
         head = b""
@@ -198,14 +199,14 @@ class SharedSpool:
         return replace(manifest, purpose=Purpose.UPDATE), data()
 
     def delete(self, folder: str, is_meant: Callable[[str], bool] = lambda _name: True) -> None:
-        """Delete the objects of this coordinator and earlier ones below a folder whose names,
-        <run>/<party>/..., is_meant accepts."""
+        """Delete the objects of this and earlier coordinators below a folder whose names pass
+        is_meant. is_meant: takes the name as <run>/<party>/..."""
         listed = self._objects.list(f"{_FOLDER}/{folder}")
         meant = [stored for stored in listed if is_meant(stored.name.partition("/")[2])]
         self._delete(meant, mark(self._term))
 
     def clean(self, kept: Collection[str]) -> None:
-        """Delete objects of earlier coordinators below other folders of runs than the kept ones."""
+        """Delete objects of earlier coordinators, except those of the kept run folders."""
         listed = self._objects.list(_FOLDER)
         others = [stored for stored in listed if stored.name.split("/")[1] not in kept]
         self._delete(others, beginning(self._term))
@@ -223,7 +224,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Spool:
-    """The updates under one folder, which is made if absent; for any thread."""
+    """The spool: updates in one folder, which is made if absent. Thread-safe."""
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class Spool:
         shared: SharedSpool | None = None,
         make_room: MakeRoom = no_room,
     ) -> None:
-        """Open the folder; shared: storage that outlives this disk; make_room frees disk space."""
+        """Open the folder; shared: storage that outlives this disk; make_room: frees disk space."""
         self._root = root
         self._make_room = make_room
         self._shared = shared
@@ -247,7 +248,7 @@ class Spool:
         for path in root.glob(f"*/*/*/*{_DATA}"):
             self._note(path, path.stat().st_size)
         self._left_folders = [folder.name for folder in root.iterdir()]
-        """Names of the runs' folders that earlier coordinators have left."""
+        """The folders of runs that earlier coordinators have left."""
 
     def open(
         self,
@@ -259,10 +260,10 @@ class Spool:
     ) -> SpoolWriter:
         """Return a writer for the update that `manifest` describes; continue at `writer.offset`.
 
-        An earlier upload of the same key continues if it was of an equal manifest from the same
-        `source` (the incarnation of a worker: another one may compute other bits); else it restarts
-        at 0. A writer that is still open on the key is replaced: its commit will fail as stale.
-        before: see UpdateUpload. Raises NoSpaceError when the quota does not allow the update.
+        An earlier upload of the same key continues if its manifest is equal and its `source` the
+        same (a worker process: others may compute other bits); else it restarts at 0. A writer that
+        is still open on the key is replaced: its commit will fail as stale. before: see
+        UpdateUpload. Raises NoSpaceError if the quota does not allow the update.
         """
         return self._open(key, manifest, source, self._publish(key), before)
 
@@ -292,8 +293,8 @@ class Spool:
         return self._writer(upload, publish)
 
     def look(self, key: SpoolKey, source: str = "") -> tuple[SpoolEntry | None, int]:
-        """Return the accepted update of a client, if there is one, and the offset to request it
-        from, from that source."""
+        """Return the accepted update of a client, if there is one, and the offset at which to
+        resume pulling it from that source."""
         self._folder_of(key, make=True)
         try:
             entry = self.entry(key)
@@ -303,20 +304,20 @@ class Spool:
         return entry, self.likely_offset(key, source)
 
     def likely_offset(self, key: SpoolKey, source: str = "") -> int:
-        """Return the offset to request an update from before its manifest is known.
+        """Return the offset from which to request an update before its manifest is known.
 
-        Only the writer, once open, knows for sure; a request from too far on is refused by
-        `write_at`, and is not repeated, since an upload that restarts forgets what was noted.
+        Only the open writer knows the offset for certain. `write_at` refuses a request from too far
+        on; it is not repeated, since an upload that restarts forgets the noted offset.
         """
         folder = self._folder_of(key)
         unfinished = self._unfinished(folder, key.client)
         return max((noted_offset(path, source) for path in unfinished), default=0)
 
     def entry(self, key: SpoolKey, digest: Digest | None = None) -> SpoolEntry | None:
-        """Return the accepted update of a client, if there is one; also after a restart.
+        """Return the accepted update of a client, if there is one, even after a restart.
 
-        With a digest, that update: the client may have sent others to other coordinators. Raises
-        IntegrityError when the object store has damaged it.
+        With a digest, return that update: the client may have sent others to other coordinators.
+        Raises IntegrityError if the object store has damaged it.
         """
         folder = self._folder_of(key)
         entry = SpoolEntry.read(folder / f"{key.client}{_ENTRY}")
@@ -327,7 +328,7 @@ class Spool:
         return self._fetch(key, wanted[-1]) if wanted else None
 
     def entries(self, run: SpoolRun, party: Party, round_num: int) -> Mapping[int, SpoolEntry]:
-        """Return all accepted updates of a round, in client order."""
+        """Return all accepted updates of a round, sorted by client."""
         folder = self._root / run.folder_of(party, round_num)
         clients = {int(path.stem) for path in folder.glob(f"*{_ENTRY}")}
         if self._shared is not None:
@@ -340,12 +341,12 @@ class Spool:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes of the quota that present and announced updates use."""
+        """Return the bytes of the quota in use by present and announced updates."""
         with self._lock:
             return sum(self._used.values())
 
     def delete_round(self, run: SpoolRun, party: Party, round_num: int) -> None:
-        """Delete a round: accepted updates and unfinished uploads."""
+        """Delete all updates of a round, accepted or unfinished."""
         folder = run.folder_of(party, round_num).as_posix()
         self._delete_here(self._root / folder)
         self._delete_shared(folder, lambda _name: True)
@@ -363,7 +364,7 @@ class Spool:
                 self._shared.delete(f"{self._relative(folder)}/{key.client}")
 
     def distrust(self, entries: Iterable[SpoolEntry]) -> None:
-        """Delete files that were damaged, where they are copies of what the object store has."""
+        """Delete damaged local files that can be fetched again from the object store."""
         if self._shared is None:
             return
         for entry in entries:
@@ -371,19 +372,19 @@ class Spool:
             self._remove(entry.path)
 
     def delete_run(self, run: SpoolRun) -> None:
-        """Delete all rounds of a submission of a run."""
+        """Delete all updates of a submission of a run."""
         self._delete_here(self._root / run.folder)
         self._delete_shared(run.folder, lambda _name: True)
 
     def delete_returned(self, run: SpoolRun) -> None:
-        """Delete updates that were accepted before the run last went back; later ones stay."""
+        """Delete updates from before the run last returned to an earlier commit; others stay."""
         self._delete_returned_here(run)
         self._delete_shared(run.folder, lambda name: run.is_over(name.split("/")[1]))
 
     def clean(self, kept: Iterable[SpoolRun]) -> None:
-        """Delete leftovers of crashes of all runs but the kept ones.
+        """Delete leftovers of crashes for all runs except the kept ones.
 
-        `kept` was read from the journal after this spool was opened, so a run that it lacks is
+        `kept` was read from the journal after this spool was opened, so a run that is not in it is
         over. Folders that a later coordinator has begun since were not found then, and stay.
         """
         kept = list(kept)
@@ -403,10 +404,10 @@ class Spool:
         return lambda entry: shared.put(f"{key.folder}/{key.client}", entry)
 
     def _updates(self, key: SpoolKey, *, is_fresh: bool) -> dict[int, list[SharedUpdate]]:
-        """Return the object store's updates of a round: now, or as this coordinator first saw them.
+        """Return the object store's updates of a round: fresh, or as cached when first listed.
 
-        Updates that it has accepted itself are in its own files. So one look a round is enough,
-        except for updates that the journal names.
+        Updates that this coordinator has accepted are in its own files, so one listing per round is
+        enough, except for updates that the journal names.
         """
         assert self._shared is not None
         folder = key.folder.as_posix()
@@ -440,7 +441,7 @@ class Spool:
         return SpoolWriter(upload, self._remove, publish)
 
     def _unfinished(self, folder: Path, client: int) -> Iterator[Path]:
-        """Yield the data files of a client that its entry does not name."""
+        """Yield the data files of a client that are not the accepted update."""
         entry = SpoolEntry.read(folder / f"{client}{_ENTRY}")
         accepted = entry.path if entry is not None else None
         for path in sorted(self._of_client.get(folder / str(client), ())):
@@ -476,7 +477,7 @@ class Spool:
             self._of_client.get(_client_of(path), set()).discard(path)
 
     def _delete_shared(self, folder: str, is_meant: Callable[[str], bool]) -> None:
-        """Delete objects below a folder of the object store whose names is_meant accepts."""
+        """Delete objects below a folder of the object store whose names pass is_meant."""
         if self._shared is not None:
             self._shared.delete(folder, is_meant)
             below = [other for other in self._of_others if Path(other).is_relative_to(folder)]
@@ -501,5 +502,5 @@ class Spool:
 
 
 def _client_of(path: Path) -> Path:
-    """Return folder/client, of a data file."""
+    """Return the path folder/client that a data file belongs to."""
     return path.parent / path.name.partition(".")[0]

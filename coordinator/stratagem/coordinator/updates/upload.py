@@ -1,8 +1,8 @@
-"""Upload one update into the spool as a data file and a note of how much of it is durable.
+"""Receive one update into the spool: a data file, and a note of how much of it is durable.
 
 To resume, the bytes that the note claims are read again and must have the noted checksum, so a
-resumed upload is as sure as a new one. An upload ends in one rename, of the entry that names its
-data.
+resumed upload is as sure as a new one. An upload ends with one rename, of the entry that names its
+data file.
 """
 
 import fcntl
@@ -54,7 +54,7 @@ class UpdateRejectedError(StratagemError):
 
 
 def check_layout(announced: Manifest, expected: Manifest) -> None:
-    """Check names, shapes, types and order against the run's; the error gives the first difference.
+    """Check names, shapes, types and order of tensors; the error names the first difference.
 
     May be called before the first byte is pulled: the layout is in the manifest.
     """
@@ -91,13 +91,13 @@ def _aliases(manifest: Manifest) -> dict[str, str]:
 
 
 Before = Callable[[TensorSpec, int, int], Raw | None]
-"""(tensor, offset in it, number of bytes) -> bytes of the state that an update began from; None for
-a tensor that is not there."""
+"""Returns bytes of a tensor in the state that an update began from, given (tensor, offset, number
+of bytes); None if there is no such tensor."""
 
 
 def check_finite(spec: TensorSpec, values: Raw, before: Raw | None = None) -> None:
-    """Raise UpdateRejectedError where values of a floating tensor are not finite, unless they have
-    the bits that they had `before`: a mask of infinities is no fault of the client's."""
+    """Raise UpdateRejectedError if a floating tensor has values that are not finite, unless they
+    equal those `before` training, to the bit: a mask of infinities is no fault of the client's."""
     if is_finite(spec.dtype, values):
         return
     if before is not None:
@@ -108,9 +108,9 @@ def check_finite(spec: TensorSpec, values: Raw, before: Raw | None = None) -> No
 
 
 class DataCheck:
-    """The running check of a manifest's data, which come in order, in pieces of any size, once.
+    """A streaming check of an update's data, which arrive once, in order, in pieces of any size.
 
-    before: called where values are not finite.
+    before: called for values that are not finite.
     """
 
     def __init__(self, manifest: Manifest, before: Before | None = None) -> None:
@@ -122,7 +122,7 @@ class DataCheck:
         self._split_element = b""  # the first bytes of an element that two pieces share
 
     def see(self, data: memoryview) -> None:
-        """Take the next piece. Raises UpdateRejectedError where a value is not finite."""
+        """Check the next piece. Raises UpdateRejectedError if a value is not finite."""
         self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(data, np.uint8))
         while data:
             spec = self._specs[self._index]
@@ -134,7 +134,7 @@ class DataCheck:
             self._index += self.num_bytes == spec.offset + spec.size_bytes
 
     def _check(self, spec: TensorSpec, part: memoryview, offset: int) -> None:
-        """offset: of the part in the tensor."""
+        """Check values of one tensor; offset: of these bytes in the tensor."""
         item_bytes = dtype_named(spec.dtype).item_bytes
         if self._split_element:
             begin = offset - len(self._split_element)
@@ -158,31 +158,31 @@ class DataCheck:
 # ---- Upload ----
 
 CHECKPOINT_BYTES: Final = 32 << 20
-"""Bytes between two checkpoints: a power cut costs an upload at most this much."""
+"""The bytes between two checkpoints: a power cut costs an upload at most this much."""
 
 _NOTE: Final = ".progress"
 
 
 @dataclass(frozen=True, slots=True)
 class SpoolEntry:
-    """An accepted update: a canonical safetensors file, and what the fold needs to know of it."""
+    """An accepted update: a canonical safetensors file, and the facts that the fold needs."""
 
     path: Path
     digest: Digest
-    """"crc32c:" and the checksum of the data in hex. It tells updates of one client apart and finds
-    damage; against malice it need not help, as a client may send what it likes anyway."""
+    """ "crc32c:" and the hex checksum of the data. It distinguishes updates of one client and
+    detects damage; it need not resist malice, as a client may send any update anyway."""
     num_samples: int
     data_start: int
     data_bytes: int
     crc32c: int
-    """Checksum of the data, by which the fold detects damage on the disk."""
+    """The checksum of the data, by which the fold detects disk damage."""
     header_crc32c: int | None = None
-    """Checksum of the header of a coded update, which says where the fold finds what; None for an
-    update that has the layout of the model."""
+    """The checksum of a coded update's header, which locates the update's tensors; None if the
+    update has the layout of the model."""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return the entry that `write` left; None when there is none."""
+        """Read the entry that `write` wrote; None if there is none."""
         try:
             facts = json.loads(path.read_text())
         except FileNotFoundError:
@@ -191,11 +191,11 @@ class SpoolEntry:
 
     @property
     def is_coded(self) -> bool:
-        """Return True if the file has a payload in place of some tensors of the model."""
+        """Return True if the update is coded: a payload replaces some tensors of the model."""
         return self.header_crc32c is not None
 
     def write(self, path: Path) -> None:
-        """Replace the file durably, in one rename."""
+        """Write the entry durably, replacing an earlier one in one rename."""
         facts = asdict(self) | {"path": self.path.name}
         present = {key: fact for key, fact in facts.items() if fact is not None}
         with whole_file(path, mode=0o600) as file:
@@ -207,27 +207,27 @@ class SpoolEntry:
 
 @dataclass(frozen=True, slots=True)
 class UpdateUpload:
-    """The description of one upload: its content, its files, its source."""
+    """The description of one upload: its manifest, files and source."""
 
     path: Path
-    """The data file: <client>.<token>.safetensors."""
+    """The path of the data file: <client>.<token>.safetensors."""
     entry_path: Path
     manifest: Manifest
     header: bytes
-    """Header of the file, made from the manifest."""
+    """The header of the data file, made from the manifest."""
     source: str
     make_room: MakeRoom = no_room
     before: Before | None = None
-    """Bytes of the state that the update began from, which may have values that are not finite."""
+    """Returns bytes of the state that the update began from, which may be non-finite."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the complete file."""
+        """Return the size of the complete data file."""
         return len(self.header) + self.manifest.total_bytes
 
 
 class SpoolWriter:
-    """The writer of one upload, for one thread at a time. It can be reopened after an error."""
+    """Writes one upload. Not thread-safe. It can be reopened after an error."""
 
     def __init__(
         self,
@@ -235,11 +235,11 @@ class SpoolWriter:
         drop: Callable[[Path], None],
         publish: Callable[[SpoolEntry], None] | None = None,
     ) -> None:
-        """Continue where the file ends if it is of the same upload, else at 0.
+        """Continue at the end of the file if it is of the same upload, else at 0.
 
-        `drop` removes a data file; `publish` takes a complete update to where it lasts longer than
-        on this disk, before it is accepted. Raises BlockingIOError while another writer holds the
-        file.
+        `drop` removes a data file. `publish` copies a complete update to storage that outlives this
+        disk, before it is accepted. Raises BlockingIOError while another writer has the file
+        locked.
         """
         self.upload = upload
         self._drop = drop
@@ -253,28 +253,28 @@ class SpoolWriter:
 
     @property
     def offset(self) -> int:
-        """Return the next byte of the data to write; when just opened, earlier ones are durable."""
+        """Return the offset of the next data byte; when just opened, earlier bytes are durable."""
         return self._check.num_bytes
 
     @property
     def is_open(self) -> bool:
-        """Return True if it was neither committed, discarded nor closed."""
+        """Return True if the writer was not committed, discarded or closed."""
         return self._file.descriptor >= 0
 
     @property
     def digest(self) -> Digest:
-        """Return the digest of the data so far."""
+        """Return the digest of the data written so far."""
         return update_digest(self._check.crc32c)
 
     def read_back(self) -> ByteArray:
-        """Return all data. Raises IntegrityError while bytes are missing."""
+        """Return all data of the update. Raises IntegrityError while bytes are missing."""
         self._check_complete()
         start = len(self.upload.header)
         written = b"".join(map(bytes, pieces(self._file.descriptor, self.offset, start)))
         return np.frombuffer(written, np.uint8)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data. Raises UpdateRejectedError, after which nothing of the upload is left."""
+        """Append data. Raises UpdateRejectedError, after which the upload is deleted."""
         view = memoryview(data).cast("B")
         total_bytes = self.upload.manifest.total_bytes
         try:
@@ -291,9 +291,9 @@ class SpoolWriter:
             self._note_progress()
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Append the new bytes of a piece that begins at `offset`: a sender may start too early.
+        """Append the part of a piece that is new; a piece may begin before the current offset.
 
-        Raises IntegrityError when it starts too late.
+        Raises IntegrityError if the piece begins after the current offset.
         """
         if offset > self.offset:
             raise IntegrityError(
@@ -307,12 +307,12 @@ class SpoolWriter:
         num_samples: int,
         check_coded: Callable[[Manifest, SpoolEntry], None] | None = None,
     ) -> SpoolEntry:
-        """Accept the update, durably, as one of num_samples.
+        """Accept the update durably, with its number of samples.
 
-        expected: the layout that it must have, unless it was announced as coded and there is
-        `check_coded`, which then decides.
-        Raises UpdateRejectedError, after which nothing of it is left; IntegrityError while bytes
-        are missing; StaleError when a later upload of the same client has taken its place.
+        expected: the layout that the update must have, unless it is coded and there is
+        `check_coded`, which then decides. Raises UpdateRejectedError, after which the upload is
+        deleted; IntegrityError while bytes are missing; StaleError if a later upload of the same
+        client has replaced this one.
         """
         self._check_complete()
         self._refuse_if_replaced()
@@ -350,14 +350,14 @@ class SpoolWriter:
         return entry
 
     def close(self) -> None:
-        """Stop for now, and keep the files; no error after a commit, a discard or a close."""
+        """Pause the upload, and keep its files; do nothing after a commit, a discard or a close."""
         if self.is_open:
             with suppress(StratagemError):  # bytes that cannot be noted are sent again
                 self._note_progress()
             self._file.close()
 
     def discard(self) -> None:
-        """Delete everything of the upload."""
+        """Delete all files of the upload."""
         if os.fstat(self._file.descriptor).st_nlink:
             self._drop(self.upload.path)
         self._file.close()
@@ -381,7 +381,7 @@ class SpoolWriter:
         self._file.write(self.upload.header)
 
     def _resume(self) -> bool:
-        """Continue from the note; False when it is not of this upload, or not true."""
+        """Resume from the note; return False if it is of another upload, or not true."""
         try:
             note = json.loads(self._note_path.read_text())
             identity, num_bytes, crc32c = note["identity"], note["num_bytes"], note["crc32c"]
@@ -405,7 +405,7 @@ class SpoolWriter:
         return bool(self._check.crc32c == crc32c)
 
     def _note_progress(self) -> None:
-        """Make what is here durable, and note it. The note itself may get lost: it only helps."""
+        """Make the data durable, then note the progress; losing the note does no harm."""
         self._refuse_if_replaced()
         self._file.sync()
         note = {
@@ -426,7 +426,7 @@ class SpoolWriter:
             raise IntegrityError(f"{self.offset} of {total_bytes} bytes are here")
 
     def _check_announced(self, entry: SpoolEntry) -> None:
-        """Check the sender's facts other than the layout: the number of samples."""
+        """Check the number of samples, which the sender announced."""
         if entry.num_samples < 1:
             raise UpdateRejectedError(
                 Cause.NUM_SAMPLES, f"num_samples is {entry.num_samples}, must be at least 1"
@@ -438,12 +438,12 @@ class SpoolWriter:
 
 
 def update_digest(crc32c: int) -> Digest:
-    """Return the digest of an update whose data have that checksum."""
+    """Return the digest of an update with this data checksum."""
     return Digest(f"crc32c:{crc32c:08x}")
 
 
 def noted_offset(path: Path, source: str) -> int:
-    """Return where an upload of a source would probably continue; 0 when nothing is noted."""
+    """Return the offset at which this source's upload would probably resume; 0 if none is noted."""
     try:
         note = json.loads(path.with_suffix(_NOTE).read_text())
         return int(note["offset"]) if note["source"] == source else 0
@@ -452,13 +452,13 @@ def noted_offset(path: Path, source: str) -> int:
 
 
 def remove_files(path: Path) -> None:
-    """Remove a data file and its note."""
+    """Remove a data file and its progress note."""
     path.unlink(missing_ok=True)
     path.with_suffix(_NOTE).unlink(missing_ok=True)
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock a file, against a second writer of this coordinator or a fenced one."""
+    """Open and lock a file against a second writer, of this or a fenced coordinator."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

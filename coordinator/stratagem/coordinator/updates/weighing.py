@@ -1,6 +1,5 @@
-"""Combine updates otherwise than by their mean over rows, window by window: SCAFFOLD, q-FedAvg,
-FedNova, and means of regions.
-"""
+"""Fold rules other than the mean over rows, window by window: SCAFFOLD, q-FedAvg, FedNova, and
+means of regions."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -46,7 +45,8 @@ _WINDOW_ELEMENTS: Final = 1 << 18
 
 
 class ControlledMean:
-    """The combination of a fold whose clients were corrected; memory is some windows."""
+    """The fold rule of SCAFFOLD: the mean of the clients, and the next server control variate c.
+    Memory is a few windows."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class ControlledMean:
         *,
         begins_anew: bool,
     ) -> None:
-        """rows: of the clients of the round; integers are those of the client with most.
-        num_clients: of the federation. begins_anew: c becomes zero."""
+        """Set up. rows: per client of the round; integers come from the client with most.
+        num_clients: of the federation. begins_anew: reset c to zero."""
         self._largest, self._num_clients = rows.index(max(rows)), num_clients
         self._base, self._begins_anew = base, begins_anew
         self.window_elements = _WINDOW_ELEMENTS
@@ -107,13 +107,13 @@ _LARGEST: Final = float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """The weighing of changes by losses in one round."""
+    """Weighs the clients' changes by their losses (q-FedAvg), in one round."""
 
     q: float
     lr: float
-    """Learning rate of the clients; L is its inverse."""
+    """The clients' learning rate; the paper's L is its inverse."""
     losses: Sequence[float]
-    """The loss of each client before it trained, in client order; at least 0."""
+    """The loss of each client before training, in client order; at least 0."""
 
     def verdict(
         self,
@@ -122,8 +122,8 @@ class Fairness:
         base: StateReader,
         should_stop: Callable[[], None],
     ) -> Verdict:
-        """Return the weight and the length of each change of `base`; each update is read once. Only
-        trained parameters count: a loss has no gradient in buffers."""
+        """Return the weight and the length of each update's change from `base`; each update is read
+        once. Only trained parameters count: a loss has no gradient in buffers."""
         averaged = averaged_names(manifest)
         squares = squared_lengths(
             sources, manifest, base, should_stop, lambda spec: spec.name not in averaged
@@ -135,9 +135,9 @@ class Fairness:
 def fair_shares(
     losses: Sequence[float], squared_lengths: Sequence[float], q: float, lr: float
 ) -> list[float]:
-    """Return the weight of each change; their sum is at most 1.
+    """Return the q-FedAvg weight of each change; the weights sum to at most 1.
 
-    losses: of each client before it trained, at least 0. squared_lengths: of the changes.
+    losses: of each client before training, at least 0. squared_lengths: of the changes.
     """
     raised = [loss + LOSS_FLOOR for loss in losses]
     greatest = max(raised)
@@ -165,8 +165,8 @@ def fair_shares(
 
 
 def nova_factors(rows: Sequence[float], lengths: Sequence[float]) -> list[float]:
-    """Return the weight of each change. lengths: ‖a‖₁ of each client; one that took no step gives
-    no direction, and is left out."""
+    """Return the FedNova weight of each change. lengths: ‖a‖₁ of each client; clients that took no
+    step get 0."""
     counted = [num if length else 0.0 for num, length in zip(rows, lengths, strict=True)]
     num_rows = fsum(counted)
     if not num_rows:
@@ -178,7 +178,8 @@ def nova_factors(rows: Sequence[float], lengths: Sequence[float]) -> list[float]
 
 
 def length_of_steps(num_steps: int, momentum: float = 0.0, pull: float = 0.0) -> float:
-    """Return ‖a‖₁; pull: lr · μ of FedProx, which has no momentum."""
+    """Return ‖a‖₁, the distance that the steps go under a gradient of one. pull: lr · μ of FedProx,
+    which has no momentum."""
     if momentum:
         lag = momentum * (1.0 - _power(momentum, num_steps)) / (1.0 - momentum)
         return (num_steps - lag) / (1.0 - momentum)
@@ -188,7 +189,7 @@ def length_of_steps(num_steps: int, momentum: float = 0.0, pull: float = 0.0) ->
 
 
 def _power(base: float, exponent: int) -> float:
-    """Return a power by products alone, which have the same bits on every machine."""
+    """Return a power computed by multiplication only, so that all machines get the same bits."""
     result = 1.0
     while exponent:
         if exponent % 2:
@@ -203,11 +204,11 @@ def _power(base: float, exponent: int) -> float:
 # If the elements of a window are not all treated alike, the window is cut into pieces that are.
 
 Run = tuple[int, int, bool]
-"""The first byte, the byte after the last, and whether this range is special."""
+"""A range of bytes: first byte, byte after the last, and True if the range is special."""
 
 
 def runs_of(manifest: Manifest, is_special: Callable[[TensorSpec], bool]) -> list[Run]:
-    """Return the data as ranges of bytes of neighbours that are all special, or all not."""
+    """Divide the data into ranges of neighbouring tensors that are all special or all not."""
     runs = []
     for kind, group in groupby(manifest.stored(), is_special):
         specs = list(group)
@@ -219,7 +220,7 @@ def runs_of(manifest: Manifest, is_special: Callable[[TensorSpec], bool]) -> lis
 def pieces(
     runs: Sequence[Run], dtype: str, offset: int, num_elements: int
 ) -> list[tuple[slice, bool]]:
-    """Return the pieces of a window, and which are special. offset: of its first byte."""
+    """Cut a window into pieces that are all special or all not. offset: of its first byte."""
     item_bytes = dtype_named(dtype).item_bytes
     end, parts = offset + num_elements * item_bytes, []
     for start, stop, kind in runs:
@@ -242,20 +243,20 @@ def pieces(
 
 
 class Shares(NamedTuple):
-    """The weights of updates, in client order."""
+    """The weights of the updates for changes and for means, in client order."""
 
     factors: Sequence[float]
-    """The weights of the changes of trained parameters."""
+    """The weight of each update's change, for trained parameters."""
     means: Sequence[float]
-    """The weights of buffers and frozen parameters, whose sum is divided by `divisor`."""
+    """Each update's weight for buffers and frozen parameters; `divisor` divides their sum."""
     divisor: float
     largest: int
-    """The place of the update of which integers and bools are taken."""
+    """The index of the update from which integers and bools are taken."""
 
 
 class ScaledChanges:
-    """The combination of a fold that moves the state by multiples of changes; memory is some
-    windows, whatever the number of updates."""
+    """A fold rule that adds weighted changes to the state; memory is a few windows, whatever the
+    number of updates."""
 
     def __init__(self, shares: Shares, manifest: Manifest, base: StateReader) -> None:
         self._shares, self._base = shares, base
@@ -301,12 +302,12 @@ class ScaledChanges:
 
 
 class RegionalMean:
-    """The combination of a fold in regions; memory is two windows, whatever their number."""
+    """A fold rule for a mean, added region by region; memory is two windows in any case."""
 
     def __init__(self, regions: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
-        """regions: places of the updates of each; weights: samples of each update.
+        """Set up. regions: the indices of each region's updates; weights: samples of each update.
 
-        A single update is multiplied and divided as well: its region does not know it is alone.
+        A single update is multiplied and divided, too: its region does not know that it is alone.
         """
         assert sorted(place for region in regions for place in region) == list(range(len(weights)))
         self.window_elements = WINDOW_ELEMENTS
@@ -332,8 +333,8 @@ class RegionalMean:
 def add_up(
     parts: Sequence[tuple[Source, float]], dtype: str, offset: int, raw: Raw, out: Wide, term: Wide
 ) -> None:
-    """Fill `out` with the sum of the elements of updates times their weights, in the order given;
-    `raw` and `term` are used on the way."""
+    """Fill `out` with the weighted sum of one window of the updates, in the order given; `raw` and
+    `term` are scratch."""
     for index, (source, weight) in enumerate(parts):
         target = term if index else out
         source.read(offset, raw)
@@ -355,7 +356,7 @@ SUM_DTYPE = "float64"
 
 
 def sums_manifest(model: Manifest) -> Manifest:
-    """Return the layout of a region's sum."""
+    """Return the manifest of a region's sum: the model's, with floating tensors in float64."""
     named = [(spec.name, _dtype_of_sum(spec), spec.shape) for spec in model.tensors]
     aliases = {spec.name: spec.alias_of for spec in model.tensors if spec.alias_of is not None}
     return build_manifest(named, Purpose.UPDATE, aliases=aliases)
@@ -372,9 +373,9 @@ def write_sum(
     write: Callable[[memoryview], None],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Write the data of the sum of updates, which stand in client order, window by window.
+    """Write the weighted sum of updates, given in client order, window by window.
 
-    Raises IntegrityError when the disk has damaged an update, FoldStoppedError.
+    Raises IntegrityError if the disk has damaged an update, FoldStoppedError.
     """
     sources = [WholeSource(entry) for entry in entries]
     parts = list(zip(sources, weights, strict=True))
@@ -400,7 +401,7 @@ def write_sum(
 
 
 class MeanOfSums:
-    """The combination of a fold over the sums of regions, in their order."""
+    """A fold rule for the mean of the sums that regions send, in order of the regions."""
 
     def __init__(
         self,
@@ -409,7 +410,8 @@ class MeanOfSums:
         model: Manifest,
         integers_of: int,
     ) -> None:
-        """num_samples: of each sum's clients; integers_of: the place of the sum with integers."""
+        """Set up. num_samples: of each region's clients; integers_of: the index of the sum from
+        which integers are taken."""
         self.window_elements = WINDOW_ELEMENTS
         self._sources = [WholeSource(entry) for entry in sums]
         self._divisor, self._integers_of = fsum(num_samples), integers_of
@@ -445,7 +447,7 @@ class MeanOfSums:
         return other.offset + items * dtype_named(other.dtype).item_bytes
 
     def _check_at(self, end: int) -> None:
-        """Check the sums once they have been read to their end."""
+        """Check the sums' checksums once they have been read completely."""
         if end == self._end:
             for source in self._sources:
                 source.check()

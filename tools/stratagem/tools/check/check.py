@@ -1,6 +1,5 @@
-"""Check a job before it is submitted, and collect the findings; errors of a check become
-findings.
-"""
+"""Check a job before it is submitted, and collect findings; errors raised by a check become
+findings, too."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -47,23 +46,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The findings about one job, in the order of the checks."""
+    """The findings about one job, in the order in which checks made them."""
 
     say: Callable[[Finding], None] = lambda _: None
     """Receives each finding as soon as it is made."""
     findings: list[Finding] = field(default_factory=list)
 
     def ok(self, check: str, about: str, found: str) -> None:
-        """Add a finding that something is right."""
+        """Add a finding that something is in order."""
         self._add(Finding(check, about, Level.OK, found))
 
     def warn(self, check: str, about: str, found: str, advice: str = "") -> None:
-        """Add a finding that need not be wrong, or could not be checked."""
+        """Add a warning: something may be wrong, or could not be checked."""
         self._add(Finding(check, about, Level.WARN, found, advice))
 
     def fail(self, check: str, about: str, found: str, advice: str = "") -> None:
-        """Add a fault, for which the job would be refused or fail. A fault that several checks meet
-        is added once."""
+        """Add a fault, because of which the job would be refused or fail; the same fault is added
+        only once."""
         said = {(known.about, known.found) for known in self.findings if known.level is Level.FAIL}
         if (about, found) not in said:
             self._add(Finding(check, about, Level.FAIL, found, advice))
@@ -73,13 +72,13 @@ class CheckReport:
         self.say(finding)
 
     def has_failed(self, text: str) -> bool:
-        """Return whether a fault with this text has been added."""
+        """Return True if a fault that was added is part of this text."""
         return any(each.level is Level.FAIL and each.found in text for each in self.findings)
 
     def attempt(self, check: str, about: str, action: Callable[[], T]) -> T | None:
-        """Return the result of the action; None where it raises, and then add its faults.
+        """Run a check; return its result, or None if it raises, and then add its errors as faults.
 
-        about: the field of the check, for errors that name none.
+        about: the field to name for errors that name none.
         """
         try:
             return action()
@@ -98,7 +97,7 @@ class CheckReport:
 
 
 def _place_of(error: UserCodeError) -> str:
-    """Return the activity, and the frames of the traceback, which ends with the message."""
+    """Return the activity and the stack frames of an error in user code, without the message."""
     lines = error.traceback.rstrip().splitlines()
     while lines and not lines[-1].startswith("  "):
         del lines[-1]
@@ -114,13 +113,13 @@ def _place_of(error: UserCodeError) -> str:
 _DIVIDED: Final = "strategy.options.partition_state"
 _NUM_ROWS: Final = 2
 _TRIED_ROWS: Final = 9
-"""The number of rows of each split that are tried: the first, the last, and some between them."""
+"""The number of rows tried in each split: the first, the last, and some in between."""
 _STREAMED_ROWS: Final = 64
 _STREAMED_TWICE: Final = 3
 _SAME: Final = 0.01
-"""The tolerance of "twice as large": a model that draws at random does not treat rows alike."""
+"""The tolerance of "twice as large": models that draw random numbers treat rows differently."""
 _NUM_NAMES: Final = 5
-"""The largest number of names in a finding."""
+"""The largest number of names listed in a finding."""
 
 
 def check_job(
@@ -129,7 +128,7 @@ def check_job(
     memory: Callable[[], str],
     say: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
-    """Return the findings on a job whose document is valid; faults have the level FAIL.
+    """Check a job whose document is valid, and return the findings; faults have the level FAIL.
 
     memory: returns a sentence on the needed memory, or raises. say: receives each finding at once.
     """
@@ -175,7 +174,7 @@ class _JobChecks:
             self.report.ok("code", "", f"{len(named)} entry points can be imported")
 
     def model(self) -> nn.Module | None:
-        """Check that the model can be built, on the meta device and for real, with its groups."""
+        """Check that the model can be built, on the meta device and for real; return the model."""
         job, entrypoints, changes = self.job, self.site.entrypoints, list[str]()
         if self.report.attempt("model", "model", self._build_shapes) is None:
             return None
@@ -199,7 +198,7 @@ class _JobChecks:
         return model
 
     def _initial(self, model: nn.Module) -> None:
-        """Check that the initial file of the model exists, and report its conversions."""
+        """Check that the initial state file of the model exists, and report dtype conversions."""
         if self.job.initial is None or (file := self.job.initial.file) is None:
             return
         given = self.report.attempt("model", "initial.file", lambda: _dtypes_in(Path(file)))
@@ -213,8 +212,8 @@ class _JobChecks:
         return build_shapes(self.job, self.site.entrypoints, device=meta)
 
     def data(self, model: nn.Module | None) -> dict[str, Dataset]:
-        """Check that each split can be loaded, its rows read twice, and collated, for the model if
-        there is one."""
+        """Check that each split can be loaded, its rows read twice and collated to batches; return
+        the data. model: determines the dtype of rows, if there is one."""
         dtype = converted_dtype(self.job) if model is None else rows_dtype(self.job, model)
         data = {split: self._first_rows(split, each) for split, each in self._loaded().items()}
         if data and not self.job.only_evaluates:
@@ -228,7 +227,7 @@ class _JobChecks:
         return data
 
     def _loaded(self) -> dict[str, Dataset]:
-        """Return the job's data; their function is called twice, and must return the same."""
+        """Return the job's data; check that the function gives the same rows when called twice."""
         job, site = self.job, self.site
         first_call = self.report.attempt(
             "data",
@@ -245,7 +244,7 @@ class _JobChecks:
         return data
 
     def _first_rows(self, split: str, dataset: Dataset) -> Dataset:
-        """Return the first rows of a stream, or the data set as it is."""
+        """Return the first rows of a stream; a data set that is no stream is returned as it is."""
         if not isinstance(dataset, StreamDataset):
             return dataset
         how = "its states lead on" if dataset.has_states else "a shard is read again to go on"
@@ -267,7 +266,7 @@ class _JobChecks:
         self.report.ok("data", f"data.{split}", found)
 
     def together(self, model: nn.Module, data: Mapping[str, Dataset]) -> None:
-        """Check that model, data and the rest of the job fit together."""
+        """Check that the model, the data and the rest of the job fit together."""
         num_rows = {split: len(dataset) for split, dataset in data.items()}
         self.report.attempt("model", "strategy", lambda: check_built(self.job, model, num_rows))
         self.report.attempt("model", "model", lambda: check_rows_apart(self.job, model))
@@ -290,8 +289,8 @@ class _JobChecks:
         return BatchOrder(num_rows, self.job.batch_size, self.job.seed, order).steps_per_epoch
 
     def step(self, data: Mapping[str, Dataset]) -> TriedStep | None:
-        """Check that a step can be made, is finite, reaches all parameters, and can be repeated
-        from a saved state."""
+        """Try a training step: it runs, is finite, reaches all parameters, and can be repeated from
+        a saved state."""
         tried = self.report.attempt("step", "loss", lambda: try_step(self.job, self.site, data))
         for note in [] if tried is None else tried.setup.notes:
             self.report.warn("settings", "", note)
@@ -323,7 +322,7 @@ class _JobChecks:
         return tried
 
     def _mean(self, data: Mapping[str, Dataset]) -> None:
-        """Check that the user's loss is a mean over rows, by a batch with each row twice."""
+        """Check that the user's loss is a mean over rows, by a batch that has each row twice."""
         field = "step" if self.job.step is not None else "loss"
         own = self.job.step or (self.job.loss and self.job.loss.entrypoint)
         if not own or isinstance(data["train"], FetchedRows):
@@ -336,7 +335,7 @@ class _JobChecks:
             self.report.warn("step", field, found, advice)
 
     def divided(self, data: Mapping[str, Dataset]) -> None:
-        """Check that steps can be made with divided state, where the job says so."""
+        """Try steps with divided state, if the job divides its state."""
         if self.job.only_evaluates or not partitions_state(self.job.strategy):
             return
         tried = partial(_is_divided, self.job, self.site, data)
@@ -344,7 +343,7 @@ class _JobChecks:
             self.report.ok("step", _DIVIDED, "two steps of a worker that keeps only its slice")
 
     def evaluation(self, tried: TriedStep) -> None:
-        """Check that loss and metrics can be computed."""
+        """Check that the loss and the metrics of an evaluation can be computed."""
         spec = self.job.evaluation
         if spec is None or spec.split not in tried.setup.data:
             return
@@ -358,7 +357,7 @@ class _JobChecks:
             self.report.ok("evaluation", "evaluation", f"over {num_rows} rows: {values}")
 
     def memory(self, needed: Callable[[], str]) -> None:
-        """Report the memory that a worker needs; code that reads values cannot be simulated."""
+        """Report the memory that a worker needs, or that it cannot be estimated."""
         try:
             self.report.ok("memory", "", needed())
         except StratagemError as error:
@@ -368,7 +367,7 @@ class _JobChecks:
 
 
 def _dtypes_in(path: Path) -> dict[str, str]:
-    """Return the dtypes of the tensors in a file, by name."""
+    """Return the dtype of each tensor in a file, keyed by name."""
     try:
         manifest, _ = read_header(path)
     except OSError as error:
@@ -382,7 +381,7 @@ def _is_divided(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> bool:
 
 
 def _few_of(data: Mapping[str, Dataset], num_rows: int) -> dict[str, Dataset]:
-    """Return data sets with the first rows of each stream in its place."""
+    """Return the data sets, with each stream replaced by its first num_rows rows."""
     return {
         split: each.head(num_rows) if isinstance(each, StreamDataset) else each
         for split, each in data.items()

@@ -1,4 +1,4 @@
-"""Make one real step of a job, and one evaluation, on a few of its rows, in this process."""
+"""Make one real training step and one evaluation of a job on a few rows, in this process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,29 +30,29 @@ from stratagem.worker.objectives.evaluator import EvaluationShare
 # ---- Tried step ----
 
 _NUM_ROWS: Final = 2
-"""The number of rows of the tried step."""
+"""The number of rows in the tried step."""
 _EVALUATED_ROWS: Final = 64
-"""The number of evaluated rows, from all over the split, for metrics that need several classes."""
+"""The number of rows evaluated, spread over the split, for metrics that need several classes."""
 _EVALUATED_BATCH: Final = 32
 _ALONE: Final = ShardOwners(0, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TriedStep:
-    """One real step of a job: its report, and further observations."""
+    """The result of a tried training step: its report, and further observations."""
 
     setup: Setup
     num_rows: int
     report: StepReport | None
-    """None where the job trains nothing."""
+    """The report of the step; None if the job trains nothing."""
     untouched: tuple[str, ...] = ()
-    """Trained parameters that got no gradient."""
+    """The names of trained parameters that got no gradient."""
     resumes: bool = True
-    """True if the next step has the same bits when it starts from a saved state."""
+    """True if the next step gives the same bits when it starts from a saved state."""
 
 
 def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep:
-    """Make a step of the job as a single worker would, on the first row and the last one.
+    """Make one step of the job, as a single worker would, on the first and the last row.
 
     Raises the errors of training.
     """
@@ -85,7 +85,7 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
 
 
 def try_rows_twice(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
-    """Return the factor by which the loss of the first step grows when it has each row twice."""
+    """Return the factor by which the first step's loss grows if each row is repeated."""
     few, num_rows = _few_of(data)
     once, twice = (
         _first_loss(job, site, {**few, "train": Subset(few["train"], rows)})
@@ -95,14 +95,14 @@ def try_rows_twice(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> flo
 
 
 def _first_loss(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
-    """Return the loss of a step over all rows."""
+    """Return the loss of the first step over all rows."""
     trainer = Trainer(_setup(_shortened(job, len(data["train"])), site, data, fresh=True))
     return trainer.train_step(_exchange(trainer), range(1), 1).loss
 
 
 def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> None:
-    """Make two steps, a copy of the state and an evaluation, on the rows of `try_step`, as a worker
-    of a party with divided state would: parameters are absent where no layer uses them.
+    """Make two steps, a copy of the state and an evaluation as a worker with divided state would:
+    parameters are absent while no layer uses them.
 
     The second step detects anything that code has kept from the first. Raises the errors of
     training.
@@ -127,7 +127,7 @@ def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> 
 
 
 def try_evaluation(tried: TriedStep, split: str) -> dict[str, float]:
-    """Return the loss and the metrics over the split's few rows."""
+    """Return the loss and the metrics over a few rows of a split."""
     evaluator = tried.setup.evaluator
     evaluator.model.eval()
     share = EvaluationShare([split], 0, 1, lambda *_: None, {})
@@ -145,13 +145,13 @@ def try_evaluation(tried: TriedStep, split: str) -> dict[str, float]:
 
 
 def head_of(dataset: Dataset, num_rows: int) -> Dataset:
-    """Return the first rows of a data set."""
+    """Return the first num_rows rows of a data set."""
     return Subset(dataset, torch.arange(min(num_rows, len(dataset))))
 
 
 def spread_over(dataset: Dataset, num_rows: int) -> Dataset:
-    """Return at most num_rows rows from all over a data set, in order: the first, the last, and
-    some between them."""
+    """Return at most num_rows rows spread evenly over a data set, including the first and the last,
+    in order."""
     size = len(dataset)
     if size <= num_rows:
         return head_of(dataset, size)
@@ -159,7 +159,7 @@ def spread_over(dataset: Dataset, num_rows: int) -> Dataset:
 
 
 def last_first(dataset: Dataset) -> Dataset:
-    """Return a data set with its last row as the second one."""
+    """Return the data set with its last row moved to the second place."""
     rows = torch.arange(len(dataset))
     return (
         Subset(dataset, torch.cat([rows[:1], rows[-1:], rows[1:-1]])) if len(rows) > 1 else dataset
@@ -167,7 +167,7 @@ def last_first(dataset: Dataset) -> Dataset:
 
 
 def _few_of(data: Mapping[str, Dataset]) -> tuple[dict[str, Dataset], int]:
-    """Return (the tried rows of each split, the number of rows of a step)."""
+    """Return (a few rows of each split, the number of rows in a step)."""
     few = {split: spread_over(dataset, _EVALUATED_ROWS) for split, dataset in data.items()}
     if "train" in few:
         few["train"] = last_first(few["train"])
@@ -175,7 +175,7 @@ def _few_of(data: Mapping[str, Dataset]) -> tuple[dict[str, Dataset], int]:
 
 
 def _shortened(job: JobSpec, num_rows: int) -> JobSpec:
-    """Return the job with steps of num_rows rows, which one worker makes at once."""
+    """Return the job with steps of num_rows rows, made by one worker at once."""
     window = job.window.with_changes(micro_batch_size=None, steps=None)
     execution = job.execution.with_changes(mode="Eager", profiling=False, parallelism="None")
     if execution.accumulation_steps is not None:
@@ -213,9 +213,9 @@ def _exchange(trainer: Trainer) -> GradientReducer:
 
 
 def local_steps(job: JobSpec, strategy: Federated, site: Site, num_rows: int) -> str:
-    """Return the sentence on the steps of a client.
+    """Describe the number of steps that a client takes, in a sentence.
 
-    Their number is known where clients get equal parts of the rows: not where rows are divided by
+    The number is known only if clients get equal parts of the rows: not if rows are divided by
     label, made for each client or at its worker, or drawn for privacy.
     """
     count, partition = strategy.num_clients, job.partition

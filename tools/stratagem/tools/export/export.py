@@ -29,7 +29,7 @@ _NO_HUB = "--to hf writes shards with huggingface_hub; pip install huggingface_h
 
 
 def write_hf_folder(model: nn.Module, folder: Path, shard_size: str) -> None:
-    """Write the model as its library saves it; a model without a library as shards with an index.
+    """Write the model as its own library saves it; without a library, as shards with an index.
 
     Tied tensors are written once. shard_size: such as "5GB". A model of peft writes its adapter.
     """
@@ -54,13 +54,14 @@ def write_hf_folder(model: nn.Module, folder: Path, shard_size: str) -> None:
 
 _LABELS: Final = ("label", "labels")
 NUM_ROWS: Final = 3
-"""The number of rows of an example; exporters treat sizes of 0 and 1 as fixed."""
+"""The number of rows of an example input; exporters treat sizes of 0 and 1 as fixed."""
 
 
 def trained_model(job: JobSpec, site: Site, state: Path) -> nn.Module:
-    """Build the model on the CPU, ready to run. state: a file with all names of its state_dict().
+    """Build the model on the CPU and load a state into it.
 
-    Raises InvalidInputError for the state of a different model.
+    state: a file with all names of the model's state_dict(). Raises InvalidInputError for the state
+    of a different model.
     """
     model = build_model(job, site.entrypoints, device=torch.device("cpu"), fresh=True)
     try:
@@ -76,7 +77,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def example_inputs(job: JobSpec, site: Site, model: nn.Module) -> Inputs:
-    """Return the arguments of the model for some rows of the job's data, without labels."""
+    """Return the model's arguments for some rows of the job's data, without labels."""
     data = site.data_of(job)
     split = next((name for name, rows in data.items() if len(rows)), None)
     if split is None:
@@ -92,7 +93,7 @@ def example_inputs(job: JobSpec, site: Site, model: nn.Module) -> Inputs:
 
 
 def resized(inputs: Any, num_rows: int) -> Any:
-    """Return inputs with num_rows rows, taken in turn from the existing ones."""
+    """Return the inputs with num_rows rows, repeating the existing rows in turn."""
     return tree_map_only(Tensor, lambda t: t[torch.arange(num_rows) % len(t)].contiguous(), inputs)
 
 
@@ -104,21 +105,21 @@ def resized(inputs: Any, num_rows: int) -> Any:
 _BATCH: Final = "batch"
 _TRIED_ROWS: Final = (2, 5)
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
-"""The tolerances for kernels that add in another order."""
+"""The relative and absolute tolerance between kernels that add in different orders."""
 NO_ONNX: Final = "--to onnx needs onnx and onnxscript here; pip install onnx onnxscript"
 
 Outputs = Sequence[Tensor]
 
 
 def without_cache(model: nn.Module) -> None:
-    """Let a model of transformers return no cache of keys and values, which is no tensor."""
+    """Have a transformers model return no key-value cache, which is not a tensor."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", None):
         config.use_cache = False
 
 
 def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
-    """Write the model exported by torch.export; return the largest difference of an output.
+    """Export the model by torch.export to a file; return the largest difference of an output.
 
     `torch.export.load(path).module()` is the model, without its code.
     """
@@ -132,8 +133,8 @@ def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
 
 
 def sizes_of(model: nn.Module, inputs: Inputs) -> list[str]:
-    """Return the inputs of the program, as "x float32[rows, 64]": each size but the first is fixed
-    to that of the example."""
+    """Describe the inputs of the program, such as "x float32[rows, 64]": all sizes but the first
+    are fixed to those of the example."""
     args, kwargs = inputs
     named = {**_by_name(model, args), **kwargs}
     paths = tree_flatten_with_path(named)[0]
@@ -154,8 +155,8 @@ def _shape_text(tensor: Tensor) -> str:
 
 
 def write_onnx(model: nn.Module, inputs: Inputs, path: Path) -> float:
-    """Write the model as ONNX; return the largest difference of an output, as onnxruntime runs it,
-    or the evaluator of onnx itself."""
+    """Export the model as ONNX; return the largest difference of an output, run by onnxruntime, or
+    else by onnx's own evaluator."""
     try:
         import onnx
         import onnxscript  # noqa: F401  (torch asks for it)
@@ -198,7 +199,7 @@ def _onnx_runner(path: Path) -> Callable[[dict[str, Any]], Sequence[Any]]:
 
 
 def _free_rows(model: nn.Module, inputs: Inputs) -> Any:
-    """Return the free sizes, the first of every tensor, by the names of the arguments."""
+    """Mark the first size of every tensor argument as free (dynamic), keyed by argument name."""
     rows = torch.export.Dim(_BATCH)
     args, kwargs = tree_map_only(Tensor, lambda _: {0: rows}, inputs)
     return tuple(args) if not kwargs else {**_by_name(model, args), **kwargs}
@@ -218,7 +219,8 @@ def _exporting(export: Callable[[], Any]) -> Any:
 
 
 def _compared(model: nn.Module, inputs: Inputs, run: Callable[[Inputs], Outputs]) -> float:
-    """Return the largest difference; raise StratagemError where it is more than rounding."""
+    """Return the largest difference between the outputs of the model and of `run`. Raises
+    StratagemError if it is more than rounding."""
     largest = 0.0
     for num_rows in _TRIED_ROWS:
         given = resized(inputs, num_rows)

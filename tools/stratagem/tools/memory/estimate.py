@@ -1,4 +1,4 @@
-"""Estimate how much memory one worker of a job needs, by playing its steps with fake tensors.
+"""Estimate the memory of one worker of a job, by simulating its steps with fake tensors.
 
 An estimate is of the worker that needs most. The estimate divides what the strategy really divides:
 data parallelism the rows, a pipeline the layers, accumulation the rows of a pass.
@@ -62,16 +62,16 @@ _PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "workspa
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes on the device of one worker during a training step; the six parts add up to `total`.
+    """An estimate of one worker's device memory in a training step, in bytes; six parts add up to
+    `total`.
 
-    gradients: all buckets, and what the exchange receives into or copies. activations: the batch
-    and what forward keeps for backward. workspace: what is there for a moment at the worst one.
-    buffers: with the engine's copies of them, and predictions that are kept. snapshot: of the
-    state at a commit, in host memory; num_snapshots: that are kept at a time. received: of a state
-    that the clients of a federation begin from, there, too; num_received: likewise. num_copied: of
-    updates as large, for a coordinator on the same machine. rows: that pass
-    through the model together. measured: the peak of a real step, if one was done; the workspace
-    then holds what was measured beyond the rest.
+    gradients: all buckets, and buffers of the exchange. activations: the batch and what forward
+    keeps for backward. workspace: temporary memory at the peak. buffers: with the engine's copies,
+    and predictions that are kept. snapshot: of the state at a commit, in host memory;
+    num_snapshots: kept at a time. received: a state that clients of a federation begin from, in
+    host memory; num_received: kept at a time. num_copied: updates of that size, copied for a
+    coordinator on the same machine. rows: that pass through the model together. measured: the peak
+    of a real step, if one was made; the workspace then includes the unexplained rest.
     """
 
     parameters: int
@@ -90,7 +90,7 @@ class StepMemory:
     num_received: int = 0
     num_copied: int = 0
     layout: tuple[TensorLayout, ...] = ()
-    """The trained tensors, where one party trains them."""
+    """The trained tensors, if a single party trains them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,15 +99,15 @@ class StepMemory:
 
     @property
     def needed(self) -> int:
-        """Return the bytes needed of the device's memory; on a CPU the snapshots and what is
-        received are in the same memory."""
+        """Return the bytes needed of the device's memory; on a CPU this includes snapshots and
+        received states."""
         of_clients = (self.num_received + self.num_copied) * self.received
         states = self.num_snapshots * self.snapshot + of_clients
         return self.total + (states if self.device == "cpu" else 0)
 
     @property
     def calibrated_by(self) -> str:
-        """ "a measured step", or "" where nothing was measured."""
+        """Return "a measured step", or "" if nothing was measured."""
         return "a measured step" if self.measured is not None else ""
 
     def document(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class StepMemory:
 
 
 def text_of(num_bytes: int) -> str:
-    """A size for people, in binary units."""
+    """Format a size for people, in binary units."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -148,7 +148,8 @@ def text_of(num_bytes: int) -> str:
 
 
 def memory_of(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -> StepMemory:
-    """Return what a played step has shown, with rows that pass through the model together."""
+    """Convert the reading of a simulated step to an estimate; rows: that pass through the model
+    together."""
     fixed = reading.parameters + reading.gradients + reading.optimizer + reading.buffers
     # After the last backward the optimizer may need more than the activations did.
     activations = max(0, min(reading.before_backward, reading.peak) - fixed)
@@ -169,7 +170,7 @@ def memory_of(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -
 
 
 def with_moment(estimate: StepMemory, num_bytes: int) -> StepMemory:
-    """Add memory that is needed temporarily, at a time when no activations are left."""
+    """Add memory that is needed temporarily, while no activations are held."""
     more = num_bytes - estimate.activations - estimate.workspace
     return replace(estimate, workspace=estimate.workspace + max(0, more))
 
@@ -188,11 +189,11 @@ def estimate_memory(
     """Estimate the memory of the worker that needs most.
 
     num_workers: that share the job; by default as many as its strategy has room for. inference:
-    only run the model, over the batch of one step, as a job that trains nothing does. measure: do
-    the step for real, here, too. execution.parallelism must be a strategy by now: see `resolve`.
+    only run the model, over the batch of one step, as a job that trains nothing does. measure: make
+    a real step here, too. execution.parallelism must be a strategy by now: see `resolve`.
 
-    Raises InvalidInputError for a job that workers refuse, UserCodeError for what the user's code
-    raises.
+    Raises InvalidInputError for a job that workers refuse, UserCodeError for errors of the user's
+    code.
     """
     if num_workers is not None and num_workers < 1:
         raise InvalidInputError.at("num_workers", f"{num_workers} is not 1 or more")
@@ -224,15 +225,14 @@ def estimate_memory(
 
 
 def _num_snapshots(job: JobSpec) -> int:
-    """Return how many snapshots a worker keeps: a client has only the update that it sends, and a
-    run that is one segment takes only one."""
+    """Return the number of snapshots that a worker keeps: one for a client (its update), or if the
+    run is a single segment."""
     has_segments = job.checkpoint.every is not None or job.evaluation is not None
     return NUM_SNAPSHOTS if has_segments and not isinstance(job.strategy, Federated) else 1
 
 
 def _running(job: JobSpec, site: Site, num_workers: int | None) -> StepMemory:
-    """Estimate a model that is only run, with the predictions that the worker keeps until all is
-    done."""
+    """Estimate a job that only runs the model, including predictions kept until the end."""
     reading = play_forward(job, site, job.batch_size)
     estimate = memory_of(reading, site, job.batch_size, ())
     if isinstance(job.strategy, ModelParallel):
@@ -286,7 +286,7 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
 
 
 def _of_client(strategy: Federated, estimate: StepMemory, item_bytes: int) -> StepMemory:
-    """Add what changes the gradients of a client's steps."""
+    """Add the memory of corrections to the gradients of a client's steps (FedProx, SCAFFOLD)."""
     if strategy.options.control is not None:
         return _controlled(estimate, item_bytes)
     if not isinstance(strategy.aggregation, FedProx):
@@ -296,9 +296,9 @@ def _of_client(strategy: Federated, estimate: StepMemory, item_bytes: int) -> St
 
 
 def _controlled(estimate: StepMemory, item_bytes: int) -> StepMemory:
-    """Add the control variates of a client of SCAFFOLD: what all have in common, the client's own,
-    and their difference, which the device has a copy of; after the last step the new one and what
-    has changed, which travels with the update."""
+    """Add the control variates of a SCAFFOLD client. While training: the common one, the client's
+    own, their difference, and its copy on the device. After the last step: the new one, and its
+    change, which is sent with the update."""
     variate = item_bytes * sum(each.numel for each in estimate.layout)
     note = f"{text_of(variate)} of each control variate: common, own, difference, and its copy"
     num_held = 4
@@ -315,15 +315,15 @@ def _controlled(estimate: StepMemory, item_bytes: int) -> StepMemory:
 
 
 def _dtype_of(estimate: StepMemory) -> torch.dtype:
-    """Return a dtype that is as wide as the parameters are on average, or wider."""
+    """Return a dtype at least as wide as the parameters on average."""
     average = estimate.parameters / max(1, estimate.num_parameters)
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     return next((each for each in dtypes if average <= each.itemsize), torch.float64)
 
 
 def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
-    """Add the memory of the codec: for each shard that the worker owns its state, before and after
-    the step, and its message; and temporarily, when no activations are left, the scratch of one."""
+    """Add the memory of the codec: per shard of the worker, the state before and after the step,
+    and the message; temporarily, the scratch for coding one shard."""
     spec = exchanged_codec(job.compression, job.strategy)
     if spec is None:
         return estimate
@@ -351,7 +351,7 @@ def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> 
 def _with_outer_messages(
     strategy: DataParallel, estimate: StepMemory, spec: CompressionSpec, num_workers: int | None
 ) -> StepMemory:
-    """Likewise for outer gradients; with an overlap messages are held while replicas train on."""
+    """Add the memory of coded outer gradients; with an overlap, they are held during training."""
     num_own = len(_party(strategy, num_workers).owned)
     options = strategy.options
     need = outer_messages(spec, estimate.layout, options.fragments, num_own)
@@ -366,8 +366,8 @@ def _with_outer_messages(
 
 
 def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
-    """Add the gradients that phase training keeps: its history, the forecast of the back-test, and
-    those of a predicted step, flat and by parameter."""
+    """Add the gradients that phase training keeps: history, back-test forecast, and those of a
+    predicted step."""
     if job.phases is None:
         return estimate
     predictor = job.phases.predictor
@@ -378,7 +378,7 @@ def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
 
 
 def _party(strategy: DataParallel, num_workers: int | None) -> ShardOwners:
-    """Return the first of the workers, none of which has more replicas."""
+    """Return the first worker's share of the replicas; no other worker has more."""
     num_replicas = strategy.num_replicas
     return ShardOwners(0, min(num_workers or num_replicas, num_replicas), num_replicas)
 
@@ -390,7 +390,8 @@ def _of_party(job: JobSpec, site: Site, party: ShardOwners) -> StepMemory:
 
 
 def _without_accumulation(job: JobSpec, batch_size: int) -> JobSpec:
-    """All passes hold the same buckets, and the rows of one: so one is enough to play."""
+    """Return the job with a single pass per step: all passes hold the same buckets, so one is
+    enough to simulate."""
     window = job.window.with_changes(micro_batch_size=None, steps=None)
     execution = job.execution
     if execution.accumulation_steps is not None:
@@ -399,8 +400,8 @@ def _without_accumulation(job: JobSpec, batch_size: int) -> JobSpec:
 
 
 def rows_of_share(job: JobSpec) -> int | None:
-    """Rows of a batch that one logical shard, node or client has; None where a pipeline cuts them
-    into micro-batches of its own."""
+    """Return the rows of a batch per logical shard, node or client; None if a pipeline cuts them
+    into micro-batches."""
     match job.strategy:
         case ModelParallel():
             return None
@@ -412,7 +413,7 @@ def rows_of_share(job: JobSpec) -> int | None:
 
 
 def rows_of_pass(job: JobSpec, num_shards: int) -> int:
-    """Rows that pass through the model together, at most."""
+    """Return the most rows that pass through the model together."""
     return max(map(len, job.window.cut(_pieces(job, num_shards))))
 
 
@@ -423,8 +424,8 @@ def _pieces(job: JobSpec, num_shards: int) -> int:
 def _gossip(
     job: JobSpec, site: Site, topology: str, num_nodes: int, num_members: int
 ) -> StepMemory:
-    """A worker keeps one model for each of its nodes, and works on one at a time; one more for the
-    mean of all, which is evaluated; and copies of its nodes and of their neighbours."""
+    """Estimate a worker under gossip: one model per own node, of which one works at a time; the
+    mean of all, for evaluation; copies of its nodes and their neighbours."""
     rows = _pieces(job, num_nodes)
     one_node = job.altered(batch_size=rows, strategy=Local())
     one = _of_party(one_node, site, ShardOwners(0, 1, 1))
@@ -452,8 +453,8 @@ def _gossip(
 
 
 def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | None) -> StepMemory:
-    """A worker keeps parameters and an optimizer for each of its replicas, works on one at a time,
-    and keeps what all replicas have in common, with the outer optimizer and its gradients."""
+    """Estimate a worker under local steps: parameters and optimizer per replica, of which one works
+    at a time; and the common state with the outer optimizer and its gradients."""
     num_replicas, party = strategy.num_replicas, _party(strategy, num_workers)
     rows, held = rows_of_pass(job, num_replicas), len(party.owned)
     reading = play_training(_without_accumulation(job, rows * num_replicas), site, party)
@@ -475,7 +476,7 @@ def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | 
 
 
 def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> StepMemory:
-    """The worker of the stage that needs most; its notes tell the need of each stage."""
+    """Estimate the worker of the pipeline stage that needs most; the notes list all stages."""
     stages = play_stages(job, site, strategy, rows)
     needs = [memory_of(stage.reading, site, stage.rows, ()) for stage in stages]
     notes = tuple(
@@ -486,7 +487,7 @@ def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> S
 
 
 def _calibrated(job: JobSpec, site: Site, estimate: StepMemory) -> StepMemory:
-    """Correct the workspace by the peak of real steps of the same share."""
+    """Correct the workspace of an estimate by the measured peak of real steps."""
     if not isinstance(job.strategy, Local | DataParallel) or (
         estimate.notes and local_steps_of(job.strategy) is None
     ):

@@ -1,4 +1,4 @@
-"""Count the bytes of live tensors, real or fake, operation by operation."""
+"""Count the bytes of live tensors, real or fake, after each operation."""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +18,13 @@ from torch.utils._pytree import tree_leaves
 # seen.
 
 CUDA_BLOCK_BYTES: Final = 512
-"""torch's CUDA allocator gives out multiples of this."""
+"""The granularity of torch's CUDA allocator."""
 
 _READ_VALUE: Final = torch.ops.aten._local_scalar_dense.default
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live storages: while it is entered, every storage made on `device` counts until it is
-    freed.
+    """Context manager that counts live storages: each storage made on `device` counts until freed.
 
     A fake tensor has no values. Where a program reads one (the loss, a norm, a count) it gets 1.
     """
@@ -38,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.before_backward = 0
-        """The most that was live when a backward began."""
+        """The most bytes that were live when a backward pass began."""
         self._is_in_backward = False
 
     def forget_peak(self) -> None:
@@ -46,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak, self.before_backward = self.live, 0
 
     def size_of(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages of these tensors; shared ones count once."""
+        """Return the bytes of these tensors' storages; shared storages count once."""
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for tensor in tensors
@@ -118,27 +117,26 @@ _CONVOLUTIONS: Final = (
 LAYER: Final = torch.ops.aten.mkldnn_rnn_layer.default
 BACKWARD: Final = torch.ops.aten.mkldnn_rnn_layer_backward.default
 SCRATCH_FRACTION: Final = 0.28
-"""The part of the workspace of an LSTM that backward needs more for a moment. Measured: 0.272 to
-0.280 for 16 to 32 rows, 24 to 48 time steps and 64 to 128 features."""
+"""The extra memory of an LSTM's backward pass, as a fraction of the layer's workspace. Measured:
+0.272 to 0.280 for 16 to 32 rows, 24 to 48 time steps and 64 to 128 features."""
 
 
 def with_workspace(made: Any, args: tuple[Any, ...]) -> Any:
-    """The outputs of the layer, the last with as many bytes as the kernel would fill."""
+    """Return the layer's outputs, the last (workspace) as large as the kernel would make it."""
     *others, workspace = made
     size = workspace_bytes(args)
     return (*others, torch.empty(size, dtype=workspace.dtype, device=workspace.device))
 
 
 def workspace_bytes(args: tuple[Any, ...]) -> int:
-    """Return the workspace of the layer with these arguments; the input is (time, rows,
-    features)."""
+    """Return an LSTM layer's workspace size; its input, args[0], is (time, rows, features)."""
     one, two = (_run(args, num_steps) for num_steps in (1, 2))
     num_steps: int = args[0].shape[0]
     return one + (num_steps - 1) * (two - one)
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], made: Any) -> int:
-    """Return the temporary memory of an operation, computed from its arguments and its result."""
+    """Return the temporary memory of an operation, from its arguments and its result."""
     if func is BACKWARD:  # its last argument is the workspace
         return int(SCRATCH_FRACTION * args[-1].untyped_storage().nbytes())
     if func in _CONVOLUTIONS:
@@ -149,7 +147,8 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], made: Any) -> int:
 
 
 def _columns_bytes(x: Tensor, weight: Tensor, output: Tensor) -> int:
-    """x: (rows, channels, …); weight: (…, …, *kernel); output: (rows, …, *size)."""
+    """Return the size of the unfolded input of a convolution. x: (rows, channels, …); weight: (…,
+    …, *kernel); output: (rows, …, *size)."""
     if x.device.type != "cpu" or x.dtype != torch.float64 or weight.dim() < 4:
         return 0
     columns = x.shape[1] * weight.shape[2:].numel()

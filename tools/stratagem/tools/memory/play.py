@@ -1,4 +1,4 @@
-"""Play training steps of one worker with fake tensors to see how much memory they hold.
+"""Simulate training steps of one worker with fake tensors, to see how much memory they hold.
 
 The engine itself is run, so that the memory is that of a real run: gradient buckets, copies of
 buffers, temporaries of the optimizer. Fake tensors take shapes from one row of the real data and
@@ -66,8 +66,8 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The place where a job would run: what may be imported, where data are, and the kind of
-    device. It keeps the data of the last job, for further questions about that."""
+    """The place where a job would run: importable code, data sources, and the kind of device. It
+    caches the data of the last job, for further questions about that job."""
 
     entrypoints: EntryPoints
     device: torch.device
@@ -77,7 +77,7 @@ class Site:
     )
 
     def data_of(self, job: JobSpec) -> dict[str, Dataset]:
-        """Return the job's data by split: loaded, unless those of the last job are the same."""
+        """Return the job's data, keyed by split; reused if the last job loads the same data."""
         if not self._loaded or not _loads_alike(job, *self._loaded[0]):
             self._loaded.clear()  # before there are two of them in memory
             self._loaded.append((job, load_data(job, self.entrypoints, self.sources)))
@@ -85,14 +85,14 @@ class Site:
 
 
 def _loads_alike(job: JobSpec, known: JobSpec, data: dict[str, Dataset]) -> bool:
-    """Return whether a job would load what another one has loaded. Streams know their job."""
+    """Return True if both jobs load the same data. data: of the known job; streams know theirs."""
     if any(isinstance(dataset, StreamDataset) for dataset in data.values()):
         return job == known
     return _read_by_loading(job) == _read_by_loading(known)
 
 
 def _read_by_loading(job: JobSpec) -> tuple[Any, ...]:
-    """Return all that decides which rows there are, and whether they are refused."""
+    """Return all parts of a job that decide which rows are loaded, or if they are refused."""
     execution = job.execution
     return (
         *(job.data, job.partition, job.seed, job.only_evaluates, job.evaluation),
@@ -103,42 +103,43 @@ def _read_by_loading(job: JobSpec) -> tuple[Any, ...]:
 # ---- Played step ----
 
 CUBLAS_BYTES: Final = 8_519_680
-"""torch's default workspace for matrix products on CUDA, 4 times as much from Hopper on."""
+"""The default size of torch's cuBLAS workspace; from Hopper on 32 MiB."""
 HOPPER: Final = (9, 0)
 NUM_ROUNDS: Final = 2
-"""The first round makes what is kept from step to step; the second holds it from the start."""
+"""The number of simulated rounds: the first creates what is kept from step to step; the second
+holds it from the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Bytes on the device of one worker, but for num_ ones."""
+    """The memory found by a simulation: bytes on one worker's device, except for num_ fields."""
 
     parameters: int
     buffers: int
     gradients: int
     optimizer: int
     before_backward: int
-    """All that was live when a backward began, at most."""
+    """The most bytes that were live when a backward pass began."""
     peak: int
     num_parameters: int
     state: int
-    """The size of a copy of parameters, buffers and optimizer state, as each commit takes one."""
+    """The size of a snapshot (parameters, buffers, optimizer state), which each commit copies."""
     layout: tuple[TensorLayout, ...] = ()
     """The trained tensors."""
     momentum: int = 0
-    """The part of `optimizer` that is the outer optimizer's, where replicas take local steps."""
+    """The part of `optimizer` that belongs to the outer optimizer, if replicas take local steps."""
     sums: int = 0
-    """The part of `gradients` that is exchanged, with what of it is received from others."""
+    """The part of `gradients` that is exchanged, including buffers for receiving."""
     flops: int = 0
-    """Operations of its matrix products, convolutions and attention, if only forward was played."""
+    """The operations of products, convolutions and attention, if only forward was simulated."""
     num_rows: int = 0
-    """The rows of the split, if only forward was played."""
+    """The number of rows of the split, if only forward was simulated."""
     output_bytes_per_row: int = 0
-    """Likewise."""
+    """The size of the model's outputs per row, if only forward was simulated."""
 
 
 def load_rows(job: JobSpec, site: Site) -> dict[str, Dataset]:
-    """Return the job's data by split; of a stream of rows, its first batch."""
+    """Return the job's data, keyed by split; for a stream, its first batch."""
     data = site.data_of(job)
     return {
         split: dataset.head(job.batch_size) if isinstance(dataset, StreamDataset) else dataset
@@ -147,7 +148,7 @@ def load_rows(job: JobSpec, site: Site) -> dict[str, Dataset]:
 
 
 def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
-    """Measure, with fake tensors, what the first rounds of the party's first member hold."""
+    """Simulate the first rounds of the party's first member; return the memory held."""
     data = load_rows(job, site)
     gather = gather_shapes(job, site, data)
     # Whole batches only: the last one of an epoch may be short.
@@ -200,8 +201,8 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
 def make_trainer(
     setup: Setup, party: ShardOwners, build: Callable[[], nn.Module]
 ) -> tuple[Trainer | LocalStepsTrainer, Sequence[nn.Module]]:
-    """Return the trainer of the party's first member, and the replicas that it trains besides the
-    model of the setup, which `build` makes."""
+    """Return the trainer of the party's first member, and the extra replicas that it trains. build:
+    makes the model of a replica."""
     if local_steps_of(setup.job.strategy) is None:
         return Trainer(setup), ()
     replicas = {number: build() for number in party.owned}
@@ -213,8 +214,8 @@ def make_trainer(
 def exchange_alone(
     trainer: Trainer | LocalStepsTrainer, party: ShardOwners
 ) -> tuple[Any, list[object]]:
-    """Return an exchange that sums what the member itself has, and the buffers into which it would
-    receive the partial sums of others on other machines."""
+    """Return an exchange that sums only the member's own gradients, and the buffers that would
+    receive partial sums from other machines."""
     if isinstance(trainer, Trainer):
         buckets = [GradientBuckets(trainer.params, num_extras=trainer.num_extras)]
         compressor = trainer.compressor
@@ -236,8 +237,8 @@ def _receive_buffers(buckets: GradientBuckets, party: ShardOwners) -> object:
 
 
 def shortened(job: JobSpec, num_rounds: int) -> JobSpec:
-    """Return the job with the shortest rounds of local steps that cut and apply in the same order,
-    and with more steps than so many of them have, as the last one joins all at once."""
+    """Shorten the rounds of local steps as far as their order of events allows. The job gets more
+    steps than num_rounds rounds have, since the last step of a run joins all fragments at once."""
     strategy = job.strategy
     if not isinstance(strategy, DataParallel) or local_steps_of(strategy) is None:
         return job
@@ -255,14 +256,14 @@ def shortened(job: JobSpec, num_rounds: int) -> JobSpec:
 
 
 def play(trainer: Trainer | LocalStepsTrainer, exchange: Any, party: ShardOwners) -> None:
-    """Make the steps of one round: a step, or the local steps after which replicas are joined."""
+    """Make the steps of one round: one step, or the local steps up to a join of replicas."""
     for _ in range(local_steps_of(trainer.setup.job.strategy) or 1):
         trainer.train_step(exchange, party.owned, party.num_shards)
 
 
 def _read_state(trainer: Trainer | LocalStepsTrainer, live: LiveBytes) -> tuple[int, int, int]:
-    """Return the bytes of (the optimizer's state, of which outer momentum; a copy of the whole
-    state, with sums that are under way, as at the end of a segment)."""
+    """Return the bytes of (the optimizer's state, the outer momentum in it, a copy of the whole
+    state). The copy includes sums under way, as at the end of a segment."""
     if isinstance(trainer, Trainer):
         values = chain.from_iterable(each.values() for each in trainer.optimizer.state.values())
         kept = [value for value in values if isinstance(value, Tensor)]
@@ -277,7 +278,7 @@ def _read_state(trainer: Trainer | LocalStepsTrainer, live: LiveBytes) -> tuple[
 
 
 def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
-    """Measure, with fake tensors, what running the model without gradients over some rows holds."""
+    """Simulate the model without gradients over num_rows rows; return the memory held."""
     data = load_rows(job, site)
     gather = gather_shapes(job, site, data)
     live = LiveBytes(site.device)
@@ -311,7 +312,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
 
 
 def library_workspace(device: torch.device) -> int:
-    """Return the bytes that torch reserves for libraries, whatever the model."""
+    """Return the bytes that torch reserves for GPU libraries, whatever the model."""
     if device.type != "cuda":
         return 0
     is_large = torch.cuda.get_device_capability(device) >= HOPPER
@@ -320,7 +321,7 @@ def library_workspace(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShapedRows:
-    """A data set of so many rows, of which nothing but the shapes is asked."""
+    """A data set that has a number of rows, but no values."""
 
     num_rows: int
 
@@ -333,13 +334,13 @@ class ShapedRows:
 
 @dataclass(frozen=True)
 class ShapesOnly(Gather):
-    """Rows of the right shapes and types, without values. Called where tensors are fake."""
+    """Gathers rows of the right shapes and types, without values. For use with fake tensors."""
 
     x: Any
     y: Any
 
     def fitted(self, job: JobSpec, model: nn.Module) -> "ShapesOnly":
-        """Return it with rows of the dtype that the model gets."""
+        """Return a copy that makes rows of the dtype that the model expects."""
         return replace(self, dtype=rows_dtype(job, model))
 
     def __call__(
@@ -354,7 +355,7 @@ class ShapesOnly(Gather):
 
 
 def hold_cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object:
-    """The data sets that are on the device, if the job wants that. Rows as those of training."""
+    """Return the data sets that the job caches on the device; None if it caches none."""
     if job.execution.memory != "Cached":
         return None
     used = {_split(job), *([job.evaluation.split] if job.evaluation is not None else [])}
@@ -366,13 +367,13 @@ def hold_cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> ob
 
 
 def _split(job: JobSpec) -> str:
-    """The split whose rows pass through the model."""
+    """Return the name of the split whose rows pass through the model."""
     return job.evaluation.split if job.only_evaluates and job.evaluation else "train"
 
 
 def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> ShapesOnly:
-    """Gather nothing but the shapes of rows, in the dtypes of the data. To be called where tensors
-    are real."""
+    """Read one row, and return a gatherer of rows with the same shapes and dtypes. Call this where
+    tensors are real."""
     x, y = Gather(None, torch.device("cpu"))(data[_split(job)], torch.arange(1), "reading one row")
     return ShapesOnly(None, site.device, x, y)
 
@@ -380,12 +381,12 @@ def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> Shap
 # ---- Divided state ----
 
 _NUM_UNDER_WAY = 2
-"""Buckets that backward is filling, or that wait for a window."""
+"""The number of buckets that backward is filling, or that wait for a window."""
 
 
 def _divided(reading: Reading, trainer: Trainer, party: ShardOwners) -> Reading:
-    """Return what the member with the largest slice holds, where each keeps the optimizer's state,
-    or all, of its own slice alone. reading: of a member that holds all."""
+    """Return the memory of the member with the largest slice, if members divide the optimizer's
+    state, or the whole state. reading: of a member that holds everything."""
     job, is_cpu = trainer.job, trainer.setup.gather.device.type == "cpu"
     is_full, fewest = partitions_parameters(job.strategy), fewest_mirrored(job.strategy)
     shapes = [(name, param.dtype, param.shape) for name, param in trainer.params]
@@ -413,8 +414,8 @@ def _divided(reading: Reading, trainer: Trainer, party: ShardOwners) -> Reading:
 
 
 def _largest_share(layout: BucketLayout, size: int, *, is_mirrored: bool) -> float:
-    """Return the share of all trained elements that the member with most of them holds: its own,
-    and those of the one before it, with mirrors."""
+    """Return the largest share of trained elements held by a member: its own and, with mirrors,
+    those of the previous member."""
     owners = divide_slices(layout, size)
     owned = [sum(part.stop - part.first for part in own) for own in owners.parts]
     held = owned
@@ -424,8 +425,8 @@ def _largest_share(layout: BucketLayout, size: int, *, is_mirrored: bool) -> flo
 
 
 def _saved_parameters(trainer: Trainer, share: float) -> int:
-    """Return the bytes of parameters that are not on a member with this share of them, which
-    gathers a block at a time; negative where it holds more."""
+    """Return the bytes of parameters that a member with this share saves, gathering a block at a
+    time; negative if it holds more."""
     params = [param for _, param in trainer.params]
     rest, *blocks = divide_parameters(params, layers_of(trainer.model))
     gathered = _nbytes(rest.params) + max((_nbytes(each.params) for each in blocks), default=0)
@@ -434,8 +435,8 @@ def _saved_parameters(trainer: Trainer, share: float) -> int:
 
 
 def _saved_gradients(layout: BucketLayout, job: JobSpec, party: ShardOwners, share: float) -> int:
-    """Return likewise those of gradients, whose buckets are freed in the step, as those of a lone
-    member are not. Sums over several micro-batches of its own stay whole."""
+    """Return the bytes of gradients that a member with this share saves: it frees buckets during
+    the step. Sums over several micro-batches of its own stay whole."""
     rows = -(-job.batch_size // party.num_shards)
     is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
     sizes = [bucket.size_bytes for bucket in layout.buckets[:-1]]
@@ -455,11 +456,11 @@ def _nbytes(params: Sequence[nn.Parameter]) -> int:
 # engine on the job's own rows.
 
 MAX_ROUNDS: Final = 32
-"""Enough for a scale of the loss to come down."""
+"""The most measured rounds: enough for a loss scale to come down."""
 
 
 def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
-    """Return the peak of the same steps, done for real: bytes that torch's allocator gave out."""
+    """Make the simulated steps for real; return the peak of bytes from torch's allocator."""
     data = site.data_of(job)
     if site.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(site.device)
@@ -475,7 +476,7 @@ def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
 def _play_for_real(
     job: JobSpec, site: Site, data: dict[str, Dataset], party: ShardOwners
 ) -> object:
-    """Return what the rounds hold in the end."""
+    """Make the rounds for real; return the objects that are held in the end."""
     # First steps may change nothing because the loss is still scaled too far.
     may_skip = job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
     num_rounds = MAX_ROUNDS if may_skip else NUM_ROUNDS
@@ -497,7 +498,7 @@ def _play_for_real(
 
 
 def _peak_of(recorded: profile) -> int:
-    """Return the highest sum of allocations less what was freed, in the order of time."""
+    """Return the peak of allocated minus freed bytes over time."""
     assert recorded.profiler is not None
     results = recorded.profiler.kineto_results
     assert results is not None

@@ -43,22 +43,22 @@ from stratagem.worker.plans.build import check_supported
 # worker is cut into a pipeline, where it can be cut.
 
 SAFETY_MARGIN: Final = 0.1
-"""The part of the memory left free: what kernels take inside an operation, and fragments."""
+"""The fraction of memory left free, for temporaries inside kernels and for fragmentation."""
 CPU_THREAD_FLOPS: Final = 1e10
 GPU_FLOPS: Final = 2e13
 SAME_HOST_BYTES_PER_S: Final = 2e9
 NETWORK_BYTES_PER_S: Final = 1e9
 EXCHANGE_LATENCY_S: Final = 1e-3
-"""Nominal: they order the choices, they do not predict times."""
+"""A nominal latency. These speeds only rank choices; they do not predict times."""
 BACKWARD_COST: Final = 2
-"""Operations of backward, per one of forward."""
+"""The operations of a backward pass, relative to forward."""
 MICRO_BATCHES_PER_STAGE: Final = 4
-"""A pipeline then idles for about a fifth of the time."""
+"""Micro-batches per pipeline stage, with which a pipeline idles for about a fifth of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateWorker:
-    """A worker that a run may use."""
+    """A worker that a run may use: its host, device and memory."""
 
     worker_id: str
     host: str = ""
@@ -77,7 +77,7 @@ class CandidateWorker:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The workers, in the order in which they are taken."""
+    """The available workers, in the order in which they are chosen."""
 
     members: tuple[CandidateWorker, ...]
 
@@ -86,14 +86,13 @@ class Fleet:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes that each worker may use: the least of all workers, after those of one
-        host have shared its memory."""
+        """Return the bytes that every worker may use: the least of all, after workers on one host
+        share its memory."""
         return min((self._own(member) for member in self.members), default=0)
 
     @classmethod
     def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> "Fleet":
-        """Return a fleet of so many equal workers with a host each; without memory, theirs is not
-        known."""
+        """Return a fleet of equal workers, each on its own host; memory_bytes: 0 if unknown."""
         numbers = range(number)
         members = (
             CandidateWorker(f"worker-{n}", f"host-{n}", device, memory_bytes) for n in numbers
@@ -116,16 +115,16 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """A strategy, and the sentence that says why it was chosen."""
+    """A chosen strategy, and the reason in a sentence."""
 
     strategy: Strategy
     reason: str
 
 
 def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
-    """The job with the strategy that its parallelism means, and the reason; "" if it asks for none.
+    """Return the job with a strategy for its parallelism, and the reason; "" if it asks for none.
 
-    Raises InvalidInputError, naming execution.parallelism, for what cannot be done.
+    Raises InvalidInputError, naming execution.parallelism, if that is impossible.
     """
     if job.execution.parallelism == "None":
         return job, ""
@@ -135,7 +134,7 @@ def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
 
 
 def choose(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
-    """The strategy for the job's parallelism on these workers."""
+    """Return the strategy for the job's parallelism setting on these workers."""
     match job.execution.parallelism:
         case "None":
             return StrategyChoice(job.strategy, "parallelism is None")
@@ -151,7 +150,7 @@ def choose(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
 
 
 def alone(job: JobSpec) -> JobSpec:
-    """The job as one worker has it."""
+    """Return the job as one worker alone would run it."""
     execution = job.execution.with_changes(parallelism="None")
     return job.altered(strategy=Local(), execution=execution)
 
@@ -217,7 +216,7 @@ def _fastest(job: JobSpec, site: Site, fleet: Fleet, counts: Sequence[int]) -> S
 def _too_large(
     job: JobSpec, site: Site, fleet: Fleet, smallest: StepMemory, budget: int
 ) -> StrategyChoice:
-    """The shortest pipeline whose stages fit."""
+    """Return the shortest pipeline whose stages fit. Raises InvalidInputError if none does."""
     need = f"one of {len(fleet)} replicas needs {text_of(smallest.needed)} of {text_of(budget)}"
     for number in range(2, len(fleet) + 1):
         try:
@@ -282,9 +281,9 @@ def _weights(
 
 
 def balanced(weights: Sequence[int], number: int) -> list[range]:
-    """The weights in a row cut into `number` pieces, none empty, the heaviest as light as can be.
+    """Cut a row of weights into `number` non-empty pieces, the heaviest as light as possible.
 
-    Of cuts that are as good the one with the earliest cuts is taken.
+    Of equally good cuts, the one with the earliest cuts is taken.
     """
     if not 1 <= number <= len(weights):
         raise ValueError(f"{len(weights)} weights cannot make {number} pieces")
@@ -316,19 +315,20 @@ _LOWER: Final = {
     "Single": ("Mixed", "Half"),
     None: ("Mixed", "Half"),
 }
-"""The settings that may be tried below a precision; None: a model of its own dtypes."""
+"""The lower precisions to try, keyed by the job's precision; None: the model's own dtypes."""
 _INTERVALS: Final = (1, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecommendation:
-    """A job that fits, or the one that needs least where none does; why, in sentences."""
+    """The recommended job, which fits or, if none does, needs least memory; with the reasons in
+    sentences."""
 
     job: JobSpec
     estimate: StepMemory
     fits: bool
     micro_batch: int
-    """Rows that pass through the model together on one worker."""
+    """The rows that pass through the model together on one worker."""
     accumulation_steps: int
     reasons: tuple[str, ...]
 
@@ -360,11 +360,11 @@ def recommend(
     *,
     members: Sequence[CandidateWorker] | None = None,
 ) -> JobRecommendation:
-    """Precision, gradient and parallelism for workers with so much memory each.
+    """Recommend precision, gradient and parallelism for workers with this much memory each.
 
-    num_workers: 1 unless given, or all members. members: workers that are there; they say the
-    memory, unless it is given, and the names of a pipeline's. A tenth of the memory is left free.
-    Raises InvalidInputError for memory or workers below 1.
+    num_workers: by default 1, or all members. members: existing workers; they give the memory,
+    unless it is set, and the names for a pipeline. A tenth of the memory is left free. Raises
+    InvalidInputError for memory or workers below 1.
     """
     fleet = _fleet(site, memory_bytes, num_workers, members)
     memory_bytes, num_workers = fleet.memory_bytes, len(fleet)
@@ -447,8 +447,7 @@ def _fleet(
 
 
 def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
-    """Return the strategy that the job names or, where it leaves that open, one that suits these
-    workers."""
+    """Return the strategy that the job names or, if that is open, one that suits these workers."""
     num_workers = len(fleet)
     if job.execution.parallelism not in ("None", "Automatic"):
         return choose(job, site, fleet)
@@ -463,8 +462,7 @@ def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
 
 
 def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterator[_Attempt]:
-    """Yield changed jobs, those that change least first; each is estimated only when it is
-    requested."""
+    """Yield variants of the job, least changed first; each is estimated only when requested."""
 
     def attempt(execution: ExecutionSpec, reason: str) -> _Attempt:
         changed = job.altered(execution=execution)
@@ -491,7 +489,8 @@ def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterat
 
 
 def _accumulation(plain: _Attempt, site: Site, budget: int, num_workers: int) -> int | None:
-    """ceil(rows / the most rows that fit), of one worker's share; None when not even one does."""
+    """Return the number of micro-batches per worker's share, so that each fits into memory; None if
+    not even one row fits."""
     job, share = plain.job, rows_of_share(plain.job)
     if share is None or not _is_supported(job.execution.with_changes(gradient=Accumulated(2))):
         return None

@@ -54,12 +54,13 @@ from stratagem.worker.process.settings import MAX_BLOB_MEMORY_BYTES
 _DOUBLE: Final = 8
 _SCRATCH_BYTES: Final = 4 * SLICE_ELEMENTS * _DOUBLE
 _MIXING_ARRAYS: Final = 5
-"""float64 arrays of one tensor at a time while copies are mixed."""
+"""The number of float64 arrays of one tensor that exist while copies are mixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCopies:
-    """num_nodes: own and neighbours. held: bytes from step to step. moment: and at the mixing."""
+    """The memory for copies of nodes. num_nodes: own ones and neighbours. held: bytes kept from
+    step to step. moment: more bytes while mixing."""
 
     num_nodes: int
     held: int
@@ -67,8 +68,7 @@ class NodeCopies:
 
 
 def num_known(topology: str, num_nodes: int, num_members: int, seed: int) -> int:
-    """Return the largest number of nodes, own ones and their neighbours, that any one member
-    handles."""
+    """Return the most nodes that one member handles: its own and their neighbours."""
     try:
         neighbours = graph_of(topology, num_nodes, seed)
     except ValueError as error:
@@ -80,7 +80,7 @@ def num_known(topology: str, num_nodes: int, num_members: int, seed: int) -> int
 
 
 def plain_copies(num_nodes: int, layout: Layout, dtype: torch.dtype) -> NodeCopies:
-    """Each of the buckets under way, of all nodes, and one that is being mixed."""
+    """Return the memory for uncoded copies: buckets under way, and one that is being mixed."""
     tensors = [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in layout]
     slots = [0] * WINDOW
     for index, bucket in enumerate(plan_buckets(tensors)):
@@ -91,8 +91,8 @@ def plain_copies(num_nodes: int, layout: Layout, dtype: torch.dtype) -> NodeCopi
 
 
 def coded_copies(num_nodes: int, num_own: int, layout: Layout, job: JobSpec) -> NodeCopies:
-    """Public copies of all, and what the codec keeps of the own ones; a payload of each, and what
-    coding or mixing one needs."""
+    """Return the memory for coded copies: public copies of all nodes, the codec state of own ones,
+    a payload each, and scratch for coding or mixing one."""
     assert job.compression is not None
     codec = codec_memory(job.compression, layout, with_feedback=False)
     raw_bytes = sum(spec.raw_bytes for spec in layout)
@@ -112,7 +112,8 @@ def coded_copies(num_nodes: int, num_own: int, layout: Layout, job: JobSpec) -> 
 
 @dataclass(frozen=True, slots=True)
 class OuterMessages:
-    """messages: bytes of those of all own replicas. moment: beside them, while one is coded."""
+    """The memory for messages of outer gradients. messages: bytes for all own replicas. moment:
+    more bytes while one is coded."""
 
     messages: int
     moment: int
@@ -121,7 +122,8 @@ class OuterMessages:
 def outer_messages(
     spec: CompressionSpec, layout: Sequence[TensorLayout], num_fragments: int, num_replicas: int
 ) -> OuterMessages:
-    """Measure the codec of the fragment that needs most, for so many replicas of one worker."""
+    """Measure the memory of outer messages, for num_replicas of one worker and the largest
+    fragment."""
     places = fragments_of([tensor.numel for tensor in layout], num_fragments)
     codecs = [codec_memory(spec, layout[part.start : part.stop]) for part in places]
     return OuterMessages(
@@ -137,24 +139,24 @@ def outer_messages(
 # codec need not change a formula here. The numbers are those of codecs on the host.
 
 _MAX_ELEMENTS: Final = 1 << 20
-"""The size of the small copy, which is coded in a fraction of a second."""
+"""The elements of the small copy, which is coded in a fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecMemory:
-    """The bytes that a codec takes for one shard."""
+    """The memory that a codec takes for one shard, in bytes."""
 
     payload: int
     state: int
-    """The bytes that are kept from step to step: residuals, bases."""
+    """The bytes kept from step to step, such as residuals and bases."""
     scratch: int
-    """Beyond the payload and the new state, while a shard is coded and decoded again."""
+    """The bytes used, beyond the payload and the new state, while a shard is coded and decoded."""
 
 
 def codec_memory(
     spec: CompressionSpec, layout: Layout, *, with_feedback: bool = True
 ) -> CodecMemory:
-    """Measure the memory of the codec that the section names, for tensors of these shapes."""
+    """Measure the memory of a compression section's codec, for tensors of these shapes."""
     small = scaled_down(layout, _MAX_ELEMENTS)
     times = max(1.0, _numel(layout) / max(1, _numel(small)))
     codec = make_codec(spec, small, 0, with_feedback=with_feedback)
@@ -182,7 +184,7 @@ def codec_memory(
 
 
 def scaled_down(layout: Layout, max_elements: int) -> Sequence[TensorLayout]:
-    """Tensors of the same number of dimensions and about the same shares of all elements."""
+    """Return a smaller layout with as many dimensions, and about the same shares of elements."""
     total = _numel(layout)
     if total <= max_elements:
         return layout
@@ -207,32 +209,32 @@ def _numel(layout: Layout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """The costs of one node: bytes of parameters and buffers, and what one pass keeps for
-    backward."""
+    """The costs of one node of a model: bytes of parameters and buffers, and bytes that one pass
+    keeps for backward."""
 
     parameters: int
     buffers: int
     kept: int
     flops: int
-    """Operations of one forward pass: of matrix products, convolutions and attention."""
+    """The operations of one forward pass: matrix products, convolutions and attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageReading:
-    """The memory that the worker of one stage holds, with so many rows in each micro-batch."""
+    """The memory that the worker of one pipeline stage holds; rows: in each micro-batch."""
 
     reading: Reading
     rows: int
     name: str
-    """A text such as "stage 0 of 2"."""
+    """The name of the stage, such as "stage 0 of 2"."""
     kept: str
-    """The passes that it keeps: "3 micro-batches at one time"."""
+    """The passes that the stage keeps, such as "3 micro-batches at one time"."""
 
 
 def play_stages(
     job: JobSpec, site: Site, strategy: ModelParallel, num_rows: int
 ) -> list[StageReading]:
-    """All stages, for a batch (or the shard of a replica) of so many rows."""
+    """Simulate all stages of a pipeline for a batch (or a replica's shard) of num_rows rows."""
     match strategy.communication:
         case Pipeline(micro_batch_size):
             rows = min(micro_batch_size, num_rows)
@@ -261,7 +263,8 @@ def play_stages(
 
 
 def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mapping[str, NodeCost]]:
-    """Each node of a model that can be cut. Raises InvalidInputError for one that cannot."""
+    """Return the program of a model, and the costs of each of its nodes. Raises InvalidInputError
+    if the model cannot be cut."""
     data = site.data_of(job)
     gather = gather_shapes(job, site, data)
     live = LiveBytes(site.device)
@@ -288,7 +291,8 @@ def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mappi
 
 
 def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
-    """Parameters and what grows with them are divided by nodes; temporaries are those of all."""
+    """Return the memory of one stage: parameters and all that grows with them in proportion to its
+    nodes; temporaries as for the whole model."""
     parameters = sum(node.parameters for node in nodes)
     buffers = 2 * sum(node.buffers for node in nodes)  # the engine keeps a copy
     part = parameters / whole.parameters if whole.parameters else 0.0
@@ -315,23 +319,23 @@ def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
 
 
 def num_received(job: JobSpec, state_bytes: int) -> int:
-    """Return how many states of this size are kept, with the settings that a worker has unless it
-    is given others; 0 where no clients train."""
+    """Return the number of received states of this size that a worker keeps by default; 0 if no
+    clients train."""
     num = NUM_STATES * min(_num_federations(job.strategy), MAX_FEDERATIONS)
     has_room_for = MAX_BLOB_MEMORY_BYTES // max(state_bytes, 1)
     return min(num, max(NUM_STATES, has_room_for))
 
 
 def num_copied(job: JobSpec, update_bytes: int) -> int:
-    """Return of how many updates of this size there is a copy as well, until the coordinator has
-    read it: of one for each federation; 0 where updates are sent."""
+    """Return the number of updates of this size that are copied until the coordinator has read
+    them: one per federation; 0 if updates are sent instead."""
     if update_bytes > MAX_COPY_BYTES:
         return 0
     return min(_num_federations(job.strategy), MAX_FEDERATIONS)
 
 
 def _num_federations(strategy: Strategy | None) -> int:
-    """Return how many federations there are whose clients are no parties themselves."""
+    """Return the number of federations whose clients are not parties themselves."""
     match strategy:
         case PopulationBased(population_size=size, options=options):
             return size * _num_federations(options.inner)

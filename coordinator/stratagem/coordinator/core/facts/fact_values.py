@@ -23,8 +23,8 @@ read as NaN."""
 
 
 def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values, frozen. Raise for a number that is not finite: JSON has none, and a text
-    in its place would be a text when the journal is replayed."""
+    """Return the values, frozen. Raise for a number that is not finite: JSON has no such number,
+    and text in its place would be text when the journal is replayed."""
     with suppress(TypeError):  # pydantic reports types that it does not know
         try:
             json.dumps(values, allow_nan=False)
@@ -34,7 +34,7 @@ def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 PlainValues = Annotated[Mapping[str, Any], AfterValidator(_plain)]
-"""Immutable JSON values by name: the run values of strategies share them with the fact."""
+"""Immutable JSON values by name, which a strategy's run value may share with the fact."""
 
 
 class Value(BaseModel):
@@ -44,7 +44,7 @@ class Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy, whose fields are checked as in a new record."""
+        """Return a copy; changed fields are validated as in a new record."""
         if not update:
             return super().model_copy(deep=deep)
         given = {name: getattr(self, name) for name in self.model_fields_set}
@@ -52,7 +52,7 @@ class Value(BaseModel):
 
 
 class Member(Value):
-    """One start of one worker process: the worker's name and its incarnation."""
+    """One process of a worker: the worker's name, and the incarnation, unique to the process."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -89,8 +89,9 @@ class Setting(Value):
 TRAIN_LOSS = "train.loss"
 """Metric: the mean training loss of a segment or a round."""
 SKIPPED_STEPS = "train.skipped_steps"
-"""Metric: steps that were not finite and changed nothing. For a finished or committed segment it
-counts each step since the run began once, however often it was trained."""
+"""Metric: steps skipped because their loss or gradients were not finite. For a finished or
+committed segment it counts the run's skipped steps so far, each once even if it was trained
+repeatedly."""
 
 
 class ErrorRecord(Value):
@@ -109,13 +110,13 @@ class ErrorRecord(Value):
 
 
 class Cause(StrEnum):
-    """The cause for which an update of a federated client does not count; there are few, as they
-    are labels of a metric."""
+    """The reason category for which a federated client's update does not count; low-cardinality, as
+    causes label a metric."""
 
     NOT_FINITE = "not_finite"
     """Values of the update are not finite, or it is empty because every step was skipped."""
     NOT_FINITE_LOSS = "not_finite_loss"
-    """The loss of a step, or its gradients, are not finite."""
+    """The loss of a step, or a gradient, is not finite."""
     LAYOUT = "layout"
     """Tensor names, shapes, types or aliases differ from those of the run's model."""
     SIZE = "size"
@@ -127,19 +128,19 @@ class Cause(StrEnum):
     """The client's data or code raised an exception."""
     MEMORY = "memory"
     CRASHED = "crashed"
-    """Training the client has ended process after process."""
+    """One worker process after another has ended while it trained the client."""
     TIMEOUT = "timeout"
     """The client's data or code raised TimeoutError."""
     REFUSED_BY_SITE = "refused_by_site"
     """The client's worker does not allow an entry point that the job names."""
     OUTSIDE_WINDOW = "outside_window"
-    """The client's site takes part at certain times only, and this is none of them: no failure."""
+    """The client's site takes part at certain times only, and not now: no failure."""
     BUDGET = "budget"
     """The privacy budget of the client's rows is spent: no failure."""
     KEYS_LOST = "keys_lost"
     """The client no longer has its keys of a secure round: its worker was restarted."""
     ABSENT = "absent"
-    """The client's worker was not there when the keys of a secure round were exchanged."""
+    """The client's worker was absent when the keys of a secure round were exchanged."""
     LATE = "late"
     """The round was closed without the client; never journaled."""
     UNKNOWN = "unknown"
@@ -156,13 +157,13 @@ class Cause(StrEnum):
 
     @property
     def is_refusal(self) -> bool:
-        """Return True if the client's site was not willing, and may be later."""
+        """Return True if the client's site refused, which may change later."""
         return self in (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW)
 
     @property
     def is_fault(self) -> bool:
-        """Return True if the client's data, code or machine has failed; False if it was not
-        willing, came too late, or nothing is known."""
+        """Return True if the client's data, code or machine has failed; False if the client refused
+        or was late, or if nothing is known."""
         unwilling = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
         no_fault = (*unwilling, Cause.KEYS_LOST, Cause.ABSENT)
         return self not in (*no_fault, Cause.LATE, Cause.UNKNOWN)

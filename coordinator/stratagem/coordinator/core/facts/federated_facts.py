@@ -27,13 +27,13 @@ class ClientEvaluated(Value):
     reason: str = ""
     """The reason why there are no sums."""
     has_left: bool = False
-    """True if it left the federation before it could evaluate, which is no failure."""
+    """True if the client left the federation before it could evaluate, which is no failure."""
     own: Mapping[str, Number] = {}
     """The user's metrics on the client's rows alone."""
     summed: tuple[str, ...] = ()
     """The user's metrics, "<split>.<metric>", whose states are sums and may be merged."""
     states: Digest = Digest("")
-    """The blob with these states; "" if there are none."""
+    """The blob with the states of those metrics; "" if there are none."""
 
 
 class MetricsMerged(Value):
@@ -50,7 +50,7 @@ class MetricsMerged(Value):
     reason: str = ""
     """The reason why there are no metrics."""
     unmerged: Mapping[str, str] = {}
-    """The reasons why some metrics are missing, by metric."""
+    """The reason why a metric is missing, keyed by metric."""
 
 
 class ClientBinding(Value):
@@ -67,14 +67,14 @@ class RosterFormed(Value):
 
 
 class Excused(Value):
-    """Clients that are not asked to take part in a round, for one reason."""
+    """The clients that are not asked to take part in a round for one reason."""
 
     reason: str
     clients: tuple[int, ...]
 
 
 class ClientsSelected(Value):
-    """A round opens with these clients, or an open one continues with these in addition."""
+    """A round opens with these clients, or an open round goes on with this larger set."""
 
     party: Party
     round_num: int
@@ -82,9 +82,9 @@ class ClientsSelected(Value):
     deadline_s: float | None
     """The leader-clock time at which the round closes; None: it closes when all have answered."""
     num_needed: int | None = None
-    """The number of updates with which the round closes; None: it needs those of all."""
+    """The number of updates with which the round closes; None: one from every client."""
     excused: tuple[Excused, ...] = ()
-    """The clients that could not be asked, without those that have left or were not drawn."""
+    """The clients that could not be asked, without those that have left or were not selected."""
 
 
 class Assignment(Value):
@@ -103,14 +103,14 @@ class ClientsAssigned(Value):
 
 
 class RowsSpent(Value):
-    """The privacy budget that the rows of one client have spent with an update."""
+    """The privacy budget that one client's rows have spent, up to and including an update."""
 
     epsilon: float
-    """The epsilon of all rounds that it was asked for, this one included."""
+    """The epsilon of all rounds that the client was asked for, including this one."""
     next_epsilon: float
     """The epsilon after one more round."""
     fingerprint: str
-    """Fingerprint of the secret that its noise comes from; empty for seeded noise."""
+    """Fingerprint of the secret behind the client's noise; empty for seeded noise."""
     accountant: str
     """Name and version of the accountant that has computed epsilon."""
 
@@ -130,21 +130,21 @@ class UpdateReceived(Value):
     """The "train.max_grad_norm" of the client's steps; "train.skipped_steps" if steps may be
     skipped."""
     num_steps: int = 0
-    """The client's steps; 0 in journals of versions that took the newest update for all."""
+    """The number of steps of the client; 0 in journals of early versions."""
     loss_before: float | None = None
     """Mean loss of the initial state over the client's training rows; None: not asked for."""
     num_applied_steps: int | None = None
     """Steps that have changed the model; None: not asked for."""
     spent: RowsSpent | None = None
-    """The spent budget, if rows are protected."""
+    """The privacy budget spent, if rows are protected."""
     client_state: Digest = Digest("")
-    """The state of the client from this round on, at its worker; "" if it has none."""
+    """The client's private state after this round, kept at its worker; "" if it has none."""
     attempt: int = 0
-    """The attempt of a secure round that it is masked for."""
+    """The attempt of the secure round for which the update is masked."""
 
 
 class ClientStateLost(Value):
-    """The state of a client from an earlier round is not at its worker any more, so the client
+    """A client's worker no longer has the client's state from an earlier round, so the client
     begins anew; its next update names its new state."""
 
     party: Party
@@ -174,10 +174,10 @@ class RoundWaits(Value):
     round_num: int
     reason: str
     num_needed: int | None = None
-    """The number of updates with which the round closes; None: it needs those of all."""
+    """The number of updates with which the round closes; None: one from every client."""
     asked_again: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
-    """Clients among them whose site has refused; the same process is asked again, too."""
+    """The clients in `asked_again` whose site refused; the same process may be asked again."""
     until_s: float | None = None
     """The leader-clock time at which the run fails unless something changes; None: never."""
 
@@ -213,10 +213,10 @@ class UpdatesJudged(Value):
     party: Party
     round_num: int
     weights: tuple[float, ...]
-    """The weights of the accepted updates, in client order: 0 leaves one out; under a norm bound,
-    and by loss, the remaining share of its change."""
+    """The weight of each accepted update, in client order. 0 excludes an update; under a norm
+    bound, and by loss, the weight is the factor by which its change is scaled."""
     scores: tuple[float, ...]
-    """The scores that the weights follow from, in the same order."""
+    """The scores from which the weights follow, in the same order."""
     reason: str = ""
 
 
@@ -231,7 +231,7 @@ class ClientsJoined(Value):
 
 
 class ClientLeft(Value):
-    """A client of an open roster is neither asked nor waited for until it joins again."""
+    """A client has left an open roster; it is neither asked nor waited for until it joins again."""
 
     party: Party
     client: int
@@ -252,23 +252,23 @@ class ClientBenched(Value):
 
 
 class RoundAccounted(Value):
-    """The clients of a round are drawn, and its cost is computed; the round is not open yet."""
+    """A round's clients are sampled and its privacy cost is computed; it is not open yet."""
 
     party: Party
     round_num: int
     drawn: tuple[int, ...]
-    """The clients, in order; perhaps none."""
+    """The sampled clients, in order; perhaps none."""
     sampling_rate: float
-    """The probability with which each client was drawn, as the accountant counts on it."""
+    """The probability with which each client was sampled, as the accountant assumes."""
     num_expected: float
-    """The number of clients that the noised sum is divided by, whoever takes part."""
+    """The number by which the noised sum is divided, whatever number of clients takes part."""
     clip_norm: float
     noise_multiplier: float
-    """The multiplier z, which decides epsilon."""
+    """The noise multiplier z, which decides epsilon."""
     sum_noise: float
     """Standard deviation of the noise on the sum of the changes."""
     answer_noise: float
-    """Standard deviation of the noise on the number of clients within the norm; 0: not asked."""
+    """Standard deviation of the noise on the count of clients within the norm; 0: no count."""
     epsilon: float
     """The budget spent by all rounds up to this one."""
     delta: float
@@ -284,7 +284,7 @@ class RoundAccounted(Value):
 
 
 class LeftOut(Value):
-    """A client that a round goes on without, before it has trained."""
+    """A client without which a round goes on, left out before it trained."""
 
     client: int
     reason: str
@@ -318,8 +318,8 @@ class SharesRouted(Value):
 
 
 class RoundRestarted(Value):
-    """An attempt cannot be unmasked, and none of its shares is opened; the round begins again with
-    other keys."""
+    """A secure round begins again with new keys, because its attempt cannot be unmasked; no share
+    of that attempt is opened."""
 
     party: Party
     round_num: int

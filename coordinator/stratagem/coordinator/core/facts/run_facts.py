@@ -29,9 +29,9 @@ class WorkerLost(Value):
     member: Member
     reason: str
     is_blameless: bool = False
-    """True if it had not begun its work, so the work cannot have ended it."""
+    """True if the worker had not begun its work, so the work cannot have ended its process."""
     silent_s: float = 0.0
-    """Seconds since its last heartbeat, if its silence is the reason."""
+    """Seconds since the worker's last heartbeat, if silence is the reason."""
 
 
 class WorkerDraining(Value):
@@ -59,8 +59,8 @@ class DataUploaded(Value):
 
 
 class RunPinned(Value):
-    """A run is kept until it is unpinned, or no longer. It is a fact of the cluster, because a new
-    fact of a run at rest would void its summary."""
+    """A run is pinned, so that no retention limit deletes it, or unpinned. The fact belongs to the
+    cluster, because a new fact of an archived run would invalidate its summary."""
 
     run_id: RunId
     is_pinned: bool
@@ -68,17 +68,17 @@ class RunPinned(Value):
 
 
 class BlobsHeld(Value):
-    """Blobs are kept until a time of the leader's clock, even if no run needs them, because a
-    backup copies them."""
+    """The blobs that a backup copies are kept until a leader-clock time, even if no run needs
+    them."""
 
     listed: Digest
-    """The blob that lists them, since there may be very many."""
+    """The blob that lists the blobs to keep, since there may be very many."""
     until_s: float
     by: str = ""
 
 
 class KnownWorker(Value):
-    """A worker after the facts of the past, with the fields of `state.WorkerRecord`."""
+    """A worker in a summary of the cluster, with the fields of `state.WorkerRecord`."""
 
     member: Member
     address: str
@@ -93,8 +93,8 @@ class KnownWorker(Value):
 
 
 class ClusterSummed(Value):
-    """A part of the cluster's state that replaces the facts which have led to it. Consecutive parts
-    together are the state. Nobody decides such a fact, so no command leads to one."""
+    """One part of a summary of the cluster's state, which replaces the facts that led to that
+    state. Consecutive parts together are the whole state. No command leads to such a fact."""
 
     workers: tuple[KnownWorker, ...] = ()
     uploads: Mapping[str, tuple[Digest, ...]] = {}
@@ -113,12 +113,14 @@ class RunSubmitted(Value):
     traceparent: str = ""
     """Position of the run in a trace (W3C traceparent), if it is traced."""
     numerics: int = 1
-    """Version of the rules that decide the run's bits; see common/numerics/rules.py."""
+    """Version of the rules that decide the run's result to the bit; see
+    common/numerics/rules.py."""
     owner: str = ""
-    """The owner: `by`, and for a token also which one of that name it was; if empty, `by`."""
+    """The owner: `by` and, for a token, also its identity, as another token may have had that name;
+    if empty, `by`."""
     submission: str = ""
-    """A part of the names of stored files that tells the run from a deleted one of the same id;
-    empty: those names do without."""
+    """A part of the names of stored files that distinguishes the run from a deleted run of the same
+    id; empty: the names have no such part."""
 
 
 class RunCancelled(Value):
@@ -129,18 +131,18 @@ class RunCancelled(Value):
 class RunResumed(Value):
     by: str = ""
     from_segment: int | None = None
-    """The kept commit that the run continues from, with everything after it undone; None: the last
-    commit, with everything that has happened since."""
+    """The kept commit to which the run returns, with everything after it undone; None: the run goes
+    on from where it ended."""
     step: int = 0
-    """The step of that commit."""
+    """The step of the commit that the run returns to."""
     digest: Digest = Digest("")
     by_policy: bool = False
-    """True if the strategy keeps more than the commit holds, so that this starts afresh and changes
+    """True if the strategy keeps more than the commit holds: the rest starts afresh, which changes
     the result."""
     streams: str = ""
-    """The marks of streams in that commit."""
+    """The positions in streams of rows at that commit; see effects.Base."""
     average: Digest = Digest("")
-    """The state of averaged parameters of that commit."""
+    """The averaged parameters at that commit; see effects.Base."""
 
 
 class RunFailed(Value):
@@ -154,7 +156,7 @@ class RunCompleted(Value):
 
 
 class StoppedEarly(RunCompleted):
-    """The run has completed before its last step, as an evaluation or the user's code has asked."""
+    """The run has completed before its last step, as an evaluation or the user's code asked."""
 
     step: int = 0
 
@@ -194,39 +196,39 @@ class PartyFailed(Value):
 
 
 class MembersFormed(Value):
-    """A party has these members from now on, in order of rank; with none it waits."""
+    """A party has these members from now on, by rank; without any it waits for workers."""
 
     party: Party
     membership: int
     members: tuple[Member, ...]
     reason: str
     fingerprint: str = ""
-    """The numerics that every member of the run has from here on; "" if any will do."""
+    """The numerics that every member of the run must have from now on; "" if any will do."""
     ranks: tuple[int, ...] = ()
     """The rank, within a replica, that owns each partition, under model parallelism."""
     are_apart: bool = False
-    """True if members do not reach each other, so that none copies a state from another."""
+    """True if members do not reach each other, so that none can copy a state from another."""
 
 
 class ProcessDied(Value):
-    """A member's process ended while it worked on a segment, and is not known to have been
+    """A member's process ended while it worked on a segment, as far as is known without being
     stopped."""
 
     party: Party
     member: Member
     segment: int
     at: Party | None = None
-    """The party whose plan it executed: this party, or one below; None: not known."""
+    """The party whose plan the process executed: this party, or one below; None: not known."""
     step: int | None = None
-    """The steps that it had applied since the run, or a client's round, began, if known."""
+    """Steps that the process had applied since the run, or the client's round, began."""
     status: int | None = None
     """Exit status; negative: the number of the signal that ended it; None: not observed."""
     lines: tuple[str, ...] = ()
-    """The last lines that it printed."""
+    """The last lines that the process printed."""
 
 
 class ModelBuilt(Value):
-    """The model is built, and its state is committed as segment 0, or as the commit to resume."""
+    """The model is built; its state is committed as segment 0, or a later one in a resumed run."""
 
     party: Party
     digest: Digest
@@ -236,23 +238,23 @@ class ModelBuilt(Value):
     layout_digest: str
     structural: tuple[str, ...] = ()
     """The hyperparameters of a population's member whose change gives the state another layout, or
-    a form that their optimizer cannot go on from."""
+    a form from which the optimizer cannot continue."""
     warning: str = ""
-    """A remark on an unusual job, once its data are known."""
+    """A warning about the job that could be given only once its data were known."""
     segment: int = 0
-    """The number of that commit; under rounds, the rounds that its run had done."""
+    """The segment of the initial commit; in a federation, the rounds done before."""
     step: int = 0
-    """The steps before that state."""
+    """The steps applied before the initial state."""
     streams: str = ""
-    """The marks at which the resumed run's streams of rows go on."""
+    """The positions at which the resumed run's streams of rows go on; see effects.Base."""
     rows: str = ""
-    """Some rows of its data, as their worker describes them, for the others to compare."""
+    """A sample of the rows, described by the building worker, for the others to compare."""
     conversion: str = ""
-    """The tensors of the model whose dtype the job's precision has changed."""
+    """The tensors of the model whose dtype the job's precision has changed, for people."""
 
 
 class BuildFailed(Value):
-    """One worker of a federation cannot build the model; another one, which has other rows, may."""
+    """One worker of a federation cannot build the model; another, with other rows, may be able."""
 
     party: Party
     member: Member
@@ -276,11 +278,11 @@ class SegmentFinished(Value):
     traffic: Mapping[str, int] = {}
     """The "sent_bytes" of all members in the segment, and "uncompressed_bytes", with a codec."""
     stop_reason: str = ""
-    """The reason why the user's code has ended the training with this segment, if it has."""
+    """The reason for which the user's code ends the training here; empty if none."""
     streams: str = ""
-    """The marks at which streams of rows go on, by stream, as JSON; "" without streams."""
+    """The position in each stream of rows, as JSON keyed by stream; "" without streams."""
     kept: tuple[Digest, ...] = ()
-    """SHA-256 of the file, by member in order of rank, with the parts that the member alone has;
+    """SHA-256 of each member's file, in order of rank, with the parts that this member alone has;
     empty if the commit of the segment has all parts."""
 
 
@@ -296,16 +298,16 @@ class SegmentCommitted(Value):
     server_state: tuple[Digest, ...] = ()
     """The state of a federated round's server optimizer, one blob per slot."""
     max_staleness: int = 0
-    """The number of later rounds that may still take updates of a federated round's clients."""
+    """The number of later rounds that may still take updates of this federated round."""
     average: Digest = Digest("")
     """The state of a federated round with averages in place of the parameters; empty without
     averages."""
     streams: str = ""
-    """The marks of streams of the finished segment."""
+    """The positions in streams of rows at the end of the segment; see SegmentFinished."""
     clip_norm: float | None = None
-    """The clipping norm of the next federated round, with privacy."""
+    """The clipping norm of the next federated round; None without privacy."""
     is_partial: bool = False
-    """True if parts that only one member has stay on the workers; see SegmentFinished.kept."""
+    """True if the parts that only one member has stay on the workers; see SegmentFinished.kept."""
 
 
 class UploadDue(Value):
@@ -319,7 +321,7 @@ class UploadDue(Value):
 
 
 class CommitUploaded(Value):
-    """The last commit is complete: the parts that only workers had are stored with the rest."""
+    """The last commit is whole: the parts that only workers had are stored with the rest."""
 
     party: Party
     segment: int
@@ -328,14 +330,14 @@ class CommitUploaded(Value):
 
 
 class SoleCopiesLost(Value):
-    """Parts that only workers had of the last commit, or of a state with mirrors, are lost: the
+    """Parts of the last commit that only workers had, or parts of a mirrored state, are lost: the
     party returns to the last commit that was uploaded as a whole."""
 
     party: Party
     segment: int
     reason: str
     membership: int | None = None
-    """The membership whose trained state lacks them; None: a commit lacks them."""
+    """The membership whose trained state lacks the parts; None: a commit lacks them."""
 
 
 class Evaluated(Value):
@@ -345,7 +347,7 @@ class Evaluated(Value):
     predictions: Digest = Digest("")
     """The blob of the model's outputs, if they were requested."""
     without: tuple[int, ...] = ()
-    """Clients of a federation that were away too long to be waited for."""
+    """Clients of a federation that were absent too long to be waited for."""
 
 
 # ---- Facts of other strategies ----
@@ -375,19 +377,18 @@ class Noted(Value):
 
 
 class PopulationFormed(Value):
-    """A population is formed, with the first hyperparameters of every member, in order of
-    member."""
+    """A population is formed; its members start with these hyperparameters, in order of member."""
 
     party: Party
     params: tuple[PlainValues, ...]
     structural: tuple[str, ...] | None = None
-    """The hyperparameters known to be structural before any model is built. None, in populations of
-    earlier versions: copies may vary all, in the order of the job's text instead of that of their
-    names."""
+    """The hyperparameters known to be structural before any model is built. None in populations of
+    earlier versions: their copies may vary all, in the order of the job's text and not sorted by
+    name."""
 
 
 class Copied(Value):
-    """A member continues from another one's state, with other hyperparameters."""
+    """A member continues from the state of another one, its donor, with other hyperparameters."""
 
     member: int
     donor: int
@@ -407,12 +408,12 @@ class MemberEvolved(Value):
 
 
 class GenerationClosed(Value):
-    """All members have trained a generation. The best one's state is the run's commit."""
+    """All members have trained a generation; the state of the best member is the run's commit."""
 
     party: Party
     generation: int
     scores: tuple[float | None, ...]
-    """The scores by member, higher is better; None: invalid."""
+    """The score of each member, higher is better; None: invalid."""
     best: int
     digest: Digest
     step: int
@@ -421,4 +422,4 @@ class GenerationClosed(Value):
     """The hyperparameters of the best member when it reached its score."""
     copied: tuple[Copied, ...] = ()
     by_policy: bool = False
-    """True if the order in which members finished has decided something."""
+    """True if the order in which members finished has influenced the result."""

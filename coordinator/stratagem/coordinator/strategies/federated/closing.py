@@ -1,4 +1,5 @@
-"""Close a federated round: decide the time, the updates, and the course after too few of them.
+"""Close a federated round: decide when it closes and with which updates, and what follows if they
+are too few.
 
 The functions are pure functions of the run value and of the present workers; strategy.py calls
 them.
@@ -52,7 +53,8 @@ WAIT = "wait"
 
 
 def begin_again(job: JobSpec, value: Federation, now_s: float) -> RoundRestarted | RunFailed | None:
-    """Begin a secure round again, or fail the run, when no sum of it can be unmasked any more."""
+    """Return the restart of a secure round, or the failure of the run, if no sum of the round can
+    be unmasked any more; None if one can."""
     spec = spec_of(job).options.secure_aggregation
     if spec is None:
         return None
@@ -83,8 +85,8 @@ def _is_late(clients: Open, now_s: float) -> bool:
 def close(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
-    """Close the round when all have answered, its deadline has passed, or enough updates are
-    here."""
+    """Return the closing of the round once all have answered, its deadline has passed, or enough
+    updates are here; None before. If updates are too few, return what follows from that."""
     clients, is_secure = value.clients, spec_of(job).options.secure_aggregation is not None
     if is_secure and not clients.secure.routed:
         return None
@@ -133,8 +135,8 @@ def _metrics(value: Federation) -> dict[str, float]:
 
 
 def num_required(job: JobSpec, value: Federation) -> int:
-    """Return the number of updates without which the round cannot close: the quorum, else one;
-    at least those that a robust rule needs; none in a private run without a quorum."""
+    """Return the number of updates without which the round cannot close: the quorum, or else one,
+    and at least as many as a robust rule needs; 0 in a private run without a quorum."""
     options, clients = spec_of(job).options, value.clients
     if value.ledger is not None and (options.quorum is None or not clients.selected):
         return 0  # nobody has to take part: the sum is noise then, and counts
@@ -150,7 +152,7 @@ def num_required(job: JobSpec, value: Federation) -> int:
 def _missing(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], count: str, now_s: float
 ) -> Fact | None:
-    """Go on with other clients, wait, or fail the run, when the round has too few updates."""
+    """Return what follows too few updates: other clients are asked, it waits, or the run fails."""
     needed, rejected = num_required(job, value), value.clients.rejected
     if rejected:
         count += f"; {commonest_first(job, value)}"
@@ -177,9 +179,9 @@ def _missing(
 def ask_again(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> RoundWaits | None:
-    """Ask again, in a round that waits, the failed clients for which there is another worker, or a
-    new start of the one that has their rows. Sites that have refused are asked now and then, too:
-    they may have changed their file."""
+    """Return the request to the failed clients of a waiting round for which there is another
+    worker, or a new process of the worker with their rows; None if there are none. Clients whose
+    site has refused are asked periodically, too, as its settings may have changed."""
     clients = value.clients
     if not clients.is_waiting or not clients.rejected:
         return None
@@ -219,8 +221,8 @@ def ask_again(
 
 
 def max_staleness(job: JobSpec) -> int:
-    """Return the number of rounds for which updates of a closed round may still be needed; 0: late
-    ones are refused."""
+    """Return the number of rounds for which updates of a closed round may still be needed; 0 if
+    late updates are refused."""
     strategy = job.strategy
     if not isinstance(strategy, Federated) or strategy.options.late_updates == "refuse":
         return 0
@@ -235,8 +237,8 @@ def weight(job: JobSpec, accepted: Accepted) -> float:
 
 
 def after_close(job: JobSpec, value: Federation) -> Federation:
-    """Mark the clients that still train as a round closes as late, and drop the late updates it
-    took."""
+    """Return the run after a round closes: clients that still train are late from now on, and the
+    late updates that the round took are dropped."""
     if not max_staleness(job):
         return value
     due = {client: of_open_round(value, client) for client in due_clients(value)}
@@ -244,14 +246,15 @@ def after_close(job: JobSpec, value: Federation) -> Federation:
 
 
 def of_open_round(value: Federation, client: int) -> Late:
-    """Return the base and the worker of a client of the open round."""
+    """Return the base, the worker and the membership of a client of the open round."""
     assert value.committed is not None
     num_reductions = num_lr_reductions(value.metrics)
     return Late(value.round_num, value.committed, *value.clients.assigned[client], num_reductions)
 
 
 def after_commit(job: JobSpec, value: Federation) -> Federation:
-    """Give up the late clients that would be too stale in the next round, or all after the last."""
+    """Return the run without late clients too stale for the next round; after the last round,
+    without any."""
     is_over = value.round_num > spec_of(job).rounds
     limit = -1 if is_over else max_staleness(job)
     late = {
@@ -263,7 +266,7 @@ def after_commit(job: JobSpec, value: Federation) -> Federation:
 
 
 def is_late(value: Federation, fact: Fact) -> bool:
-    """Return True for a fact about clients that an earlier round was closed without."""
+    """Return True if the fact is about clients that an earlier round was closed without."""
     match fact:
         case UpdateReceived() | UpdateRejected():
             clients = [fact.client]
@@ -276,8 +279,8 @@ def is_late(value: Federation, fact: Fact) -> bool:
 
 
 def with_late(value: Federation, fact: Fact) -> Federation:
-    """Fold a fact about late clients: an update that waits for the next closing, or a client that
-    is given up."""
+    """Return the run with a fact about late clients folded in: an update that waits for the next
+    closing, or a client that is given up."""
     match fact:
         case UpdateReceived():
             late = replace(value.late[fact.client], update=fact)
@@ -291,8 +294,8 @@ def with_late(value: Federation, fact: Fact) -> Federation:
 
 
 def give_up(value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned | None:
-    """Give up late clients whose worker is lost; they are not trained again. None while there are
-    none."""
+    """Return the fact that gives up the late clients whose worker is lost, as nobody trains them
+    again; None if there are none."""
     if not value.late:
         return None
     here = {worker.member for worker in workers}
@@ -333,13 +336,13 @@ def received(value: Federation) -> list[UpdateReceived]:
 
 
 def effects(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[TrainClient]:
-    """Yield the training of the late clients, unchanged from when their round was open."""
+    """Yield the effects that train the late clients, unchanged from when their round was open."""
     for client, late in _training(value):
         yield training(run_id, job, value, client, late)
 
 
 def training(run_id: RunId, job: JobSpec, value: Federation, client: int, at: Late) -> TrainClient:
-    """Return the training of one client; at: its round, base and worker, late or not."""
+    """Return the effect that trains one client; at: its round, base and worker, late or not."""
     strategy, states, secure = spec_of(job), value.client_states, value.clients.secure
     return TrainClient(
         run_id=run_id,
@@ -362,7 +365,7 @@ def training(run_id: RunId, job: JobSpec, value: Federation, client: int, at: La
 
 
 def blobs(value: Federation) -> frozenset[Digest]:
-    """Return the bases of late clients and of accepted late updates."""
+    """Return the states from which late clients, and accepted late updates, were trained."""
     bases = {late.base.digest for late in value.late.values()}
     return frozenset(bases | {update.base for update in value.accepted if update.base})
 

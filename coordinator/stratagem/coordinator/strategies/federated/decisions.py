@@ -70,8 +70,8 @@ from stratagem.coordinator.strategies.placement import is_site_of, sites_of
 def new_helper(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> MembersFormed | None:
-    """Choose the worker that builds at first and evaluates later, or all clients' workers where
-    these evaluate; None while it stays."""
+    """Return the new helper, the worker that builds the model and evaluates, or the workers of all
+    clients if clients evaluate; None if nothing changes."""
     alive = {worker.member.worker_id: worker.member for worker in workers}
     helper = tuple(m for m in value.helper if alive.get(m.worker_id) == m)
     if evaluates_at_clients(job) and value.roster:
@@ -100,7 +100,7 @@ def new_helper(
 def form_roster(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> RosterFormed | None:
-    """Bind every client to a worker; None while the workers that it takes are not here."""
+    """Return the roster, which binds every client to a worker; None if workers are missing."""
     strategy = spec_of(job)
     by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
     if job.data.worker_local is not None:
@@ -125,12 +125,12 @@ def form_roster(
 
 
 def is_evaluated_first(job: JobSpec, value: Federation) -> bool:
-    """Return True while the next round depends on a missing evaluation."""
+    """Return True if the next round must wait for an evaluation that is missing."""
     return follows_evaluations(job) and bool(value.evaluations)
 
 
 def stopped_early(job: JobSpec, value: Federation) -> StoppedEarly | None:
-    """End the run where the evaluations say so."""
+    """Return the early end of the run if the evaluations call for it; else None."""
     why = why_stopped(job, value.metrics)
     if not why:
         return None
@@ -141,7 +141,7 @@ def stopped_early(job: JobSpec, value: Federation) -> StoppedEarly | None:
 
 
 def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
-    """Let a client that has failed too many rounds in a row take no part in the next ones."""
+    """Return the benching of a client rejected in too many rounds in a row, if there is one."""
     strikes = spec_of(job).options.strikes
     if strikes is None:
         return None
@@ -158,7 +158,7 @@ def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
 
 
 def excused_by_bench(value: Federation) -> tuple[Excused, ...]:
-    """Return the clients on the bench in the next round, by its end."""
+    """Return the clients on the bench in the next round, grouped by the end of their stay."""
     sitting: dict[int, list[int]] = {}
     for client, until in sorted(value.attendance.benched.items()):
         if until > value.round_num and client not in value.attendance.left:
@@ -170,8 +170,8 @@ def excused_by_bench(value: Federation) -> tuple[Excused, ...]:
 
 
 def next_round(job: JobSpec, value: Federation, now_s: float) -> ClientsSelected | StoppedEarly:
-    """Open the next round of a fixed roster, without clients on the bench and clients whose rows
-    have spent their privacy; end the run where none is left."""
+    """Return the opening of the next round of a fixed roster, without clients that are benched or
+    whose privacy budget is spent; the end of the run if no client is left."""
     attendance, number = value.attendance, value.round_num
     able = [binding for binding in value.roster if attendance.is_able(binding.client, number)]
     excused = excused_by_bench(value) if attendance.benched else ()
@@ -188,8 +188,8 @@ def next_round(job: JobSpec, value: Federation, now_s: float) -> ClientsSelected
 def private_round(
     job: JobSpec, value: Federation, ledger: PrivacyLedger, now_s: float
 ) -> ClientsSelected | StoppedEarly | RunFailed | None:
-    """Open the next round of a private run with the clients that were drawn for it, or end the run
-    where it would cost too much; None while it is not accounted."""
+    """Return the opening of the next round of a private run with the clients sampled for it, or the
+    end of the run if the round would cost too much; None until the round is accounted."""
     if ledger.round is None:
         return None
     assert value.committed is not None
@@ -201,8 +201,8 @@ def private_round(
 
 
 def candidates_of(job: JobSpec, value: Federation) -> tuple[int, ...]:
-    """Return the clients from which a private round is drawn: all, or, where the draw is no secret,
-    those that take part."""
+    """Return the clients from which a private round is sampled: all, or, if the sampling is no
+    secret, those that take part."""
     strategy, roster = spec_of(job), value.roster
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
         return tuple(binding.client for binding in roster)
@@ -210,8 +210,8 @@ def candidates_of(job: JobSpec, value: Federation) -> tuple[int, ...]:
 
 
 def next_trainers(job: JobSpec, value: Federation) -> frozenset[WorkerId]:
-    """Return the workers on which clients of the round after the open one are expected to train;
-    none where the draw is a secret. It is a guess: workers may come and go until then."""
+    """Return the workers that are expected to train clients in the round after the open one; none
+    if clients are sampled in secret. It is a guess: workers may come and go until then."""
     strategy, number = spec_of(job), value.round_num + 1
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
         return frozenset()
@@ -229,7 +229,7 @@ def open_round(
     excused: tuple[Excused, ...],
     now_s: float,
 ) -> ClientsSelected | None:
-    """Open the round with clients of those that can take part; None where it takes none of them."""
+    """Return the opening of the round with clients selected from these; None if none is."""
     strategy = spec_of(job)
     deadline, num_extra = strategy.options.round_deadline_s, strategy.options.over_select
     selection, number = strategy.client_selection, value.round_num
@@ -251,8 +251,8 @@ def open_round(
 
 
 def assign(job: JobSpec, value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned | None:
-    """Assign a live worker to every client that has none: its own, else the one with fewest
-    clients."""
+    """Return the assignment of workers to clients of the open round that have no live one: their
+    own worker, else the one with the fewest clients; None if nothing changes."""
     alive = {worker.member.worker_id: worker for worker in workers}
     if not lacking(value, lambda member: _is_alive(alive, member)):
         return None
@@ -282,7 +282,7 @@ def assign(job: JobSpec, value: Federation, workers: list[WorkerRecord]) -> Clie
 
 
 def has_homes(job: JobSpec) -> bool:
-    """Return True when each client is trained by its own worker and by no other."""
+    """Return True if each client is trained by its own worker and by no other."""
     options = spec_of(job).options
     is_secure = options.secure_aggregation is not None  # its secrets are on its worker
     return job.data.worker_local is not None or options.open_roster is not None or is_secure
@@ -299,8 +299,8 @@ def worker_for(
     load: Counter[WorkerId],
     tried: frozenset[Member],
 ) -> WorkerRecord | None:
-    """Return the worker that a client trains on: its own, else the one with fewest clients; none of
-    `tried`."""
+    """Return the worker to train a client: its own, else the one with the fewest clients, but none
+    of `tried`; None if there is none."""
     home = alive.get(binding.worker_id)
     if home is not None and home.member not in tried:
         return home
@@ -339,10 +339,11 @@ def select(
     round_num: int,
     num_extra: int = 0,
 ) -> tuple[int, ...]:
-    """Return the clients of a round, ascending; drawn from the roster, whichever workers are alive.
+    """Return the clients of a round, ascending, selected from the roster whichever workers are
+    alive.
 
     Random: num_extra + max(1, floor(fraction * len(roster) + 1e-9)) without replacement, seeded by
-    (run seed, round), so that a restarted coordinator draws the same.
+    (run seed, round), so that a restarted coordinator selects the same.
     """
     match selection:
         case All():
@@ -360,7 +361,7 @@ def select(
 
 
 def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) -> int:
-    """Return the number of updates a round needs; of_all: the number where the job names none."""
+    """Return the number of updates that a round needs; of_all: the number without a quorum."""
     if quorum is None:
         return of_all
     if isinstance(quorum, int):
@@ -382,13 +383,13 @@ _OF_THE_PLACE: Final = frozenset(
         *("ImportError", "ModuleNotFoundError"),
     }
 )
-"""The types of errors about something that is missing."""
+"""The types of errors about something that this worker may lack and another may have."""
 _UNWILLING: Final = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
 
 
 def may_move(job: JobSpec, error: ErrorRecord | None = None) -> bool:
-    """Return True when a build that fails on one worker may succeed on another one; error: None
-    where its process has ended."""
+    """Return True if a build that fails on one worker may succeed on another one; error: None if
+    its process has ended."""
     if not isinstance(job.strategy, Federated):
         return False
     if job.data.worker_local is None:
@@ -397,7 +398,7 @@ def may_move(job: JobSpec, error: ErrorRecord | None = None) -> bool:
 
 
 def _is_of_the_place(error: ErrorRecord) -> bool:
-    """Return True for a file, a package, memory or a permission that only this worker may lack."""
+    """Return True if the error is about something that only this worker may lack."""
     name = error.type.rpartition(".")[2]
     return name in _OF_THE_PLACE or cause_of(error) in (Cause.MEMORY, *_UNWILLING)
 
@@ -405,8 +406,8 @@ def _is_of_the_place(error: ErrorRecord) -> bool:
 def build_failed(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> BuildFailed | RunFailed | None:
-    """Give up on a worker where the build ends process after process; fail the run when no worker
-    is left."""
+    """Return the exclusion of a worker on which the build ends process after process, or the
+    failure of the run if no worker is left to build; else None."""
     deaths = value.losses.hopeless(BUILD)
     if deaths is not None and deaths.latest and may_move(job):
         reason = why("it", deaths)
@@ -421,13 +422,13 @@ def build_failed(
 
 
 def only_one_to_build(job: JobSpec, value: Federation, world: World, member: Member) -> bool:
-    """Return True when no other worker may build the model, so that a closed site is waited for."""
+    """Return True if no other worker may build the model, so that a closed site is waited for."""
     workers = [w for w in world.usable() if is_site_of(job, w)]
     return all(worker.member == member for worker in fit(value, workers))
 
 
 def with_build(job: JobSpec, value: Federation, fact: ModelBuilt | BuildFailed) -> Federation:
-    """Fold the outcome of a build: the first state, or a worker that cannot build it."""
+    """Return the run with the outcome of a build: the first state, or a worker that failed."""
     if isinstance(fact, ModelBuilt):
         metrics, initial = resumed_metrics(job), job.initial
         average = Digest((initial and initial.average) or "")
@@ -449,7 +450,7 @@ def with_build(job: JobSpec, value: Federation, fact: ModelBuilt | BuildFailed) 
 
 
 def fit(value: Federation, workers: list[WorkerRecord]) -> list[WorkerRecord]:
-    """Return the workers that have not failed to build, while there is no model."""
+    """Return the workers; while there is no model, without those that have failed to build it."""
     if value.committed is not None:
         return workers
     return [worker for worker in workers if worker.member.worker_id not in value.unfit]

@@ -67,7 +67,7 @@ T = TypeVar("T")
 def pending(
     run_id: RunId, job: JobSpec, value: Federation, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the build, the clients still to be trained, the fold, the evaluations."""
+    """Return the effects that are due: build, training of clients, aggregation, evaluations."""
     effects: set[Effect] = set()
     if value.committed is None:
         if value.helper:
@@ -92,8 +92,8 @@ def pending(
 def _training(
     run_id: RunId, job: JobSpec, value: Federation
 ) -> Iterator[TrainClient | PostKeys | RouteShares]:
-    """Yield the exchange of keys and shares of a secure round, then the training of the clients
-    that are due."""
+    """Yield the exchange of keys or shares that a secure round waits for, else the training of the
+    clients that are due."""
     if spec_of(job).options.secure_aggregation is not None and not isinstance(value.round, Waiting):
         workers = {client: value.roster[client].worker_id for client in value.unanswered()}
         may_leave_out = spec_of(job).options.quorum is not None
@@ -106,7 +106,7 @@ def _training(
 
 
 def _accounting(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[AccountRound]:
-    """Yield the accounting of the next round of a private run, as long as there is one."""
+    """Yield the privacy accounting of the next round of a private run, if there is a next round."""
     if (
         value.ledger is None
         or value.ledger.round is not None
@@ -236,7 +236,8 @@ def _phase(job: JobSpec, value: Federation, world: World) -> tuple[RunPhase, str
 def _of_round(
     job: JobSpec, value: Federation, clients: Open, world: World
 ) -> tuple[RunPhase, str, str]:
-    """Return the phase of an open round: who has answered, and who is missing."""
+    """Return the phase, the strategy's phase, and a sentence on an open round that says who has
+    answered, and who is missing."""
     answered, left = len(clients.updates) + len(clients.rejected), len(value.left_unanswered())
     count = f"round {value.round_num}: {answered} of {len(clients.selected)} clients have answered"
     if left:
@@ -264,7 +265,7 @@ def _of_round(
 
 
 def usable(job: JobSpec, value: Federation, world: World) -> list[WorkerRecord]:
-    """Return the workers that can be clients."""
+    """Return the workers on which clients can be trained."""
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is None:
         return workers
@@ -272,8 +273,8 @@ def usable(job: JobSpec, value: Federation, world: World) -> list[WorkerRecord]:
 
 
 def _why_not_evaluated(value: Federation) -> str:
-    """Return a sentence about absent clients that an evaluation on their rows waits for; "" where
-    all are here."""
+    """Return a sentence about absent clients that an evaluation on their rows waits for; "" if
+    there are none."""
     here = {member.worker_id for member in value.helper}
     for owed in value.evaluations.values():
         away = [c for c in owed.left if value.roster[c].worker_id not in here]

@@ -36,13 +36,13 @@ from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, WEIGHT, added
 # ---- Evaluation by clients ----
 
 MAX_TRIES: Final = 3
-"""The number of workers that are asked to compute metrics of the same states."""
+"""The most workers that are asked to compute metrics from the same states."""
 
 
 def with_answer(
     job: JobSpec, value: Federation, fact: ClientEvaluated | MetricsMerged | Evaluated
 ) -> Federation:
-    """Fold the answer of a client, the outcome of merging, or the end of an evaluation."""
+    """Return the run with a client's answer, the outcome of merging, or an evaluation's end."""
     owed = value.evaluations.get(fact.segment)
     match fact:
         case Evaluated():
@@ -62,8 +62,8 @@ def with_answer(
 
 
 def evaluated(job: JobSpec, value: Federation) -> Evaluated | RunFailed | None:
-    """Return the metrics of a round that all its clients have evaluated, from those that could; or
-    the failure of the run."""
+    """Return the metrics of a round once all its clients have answered, from those that could
+    evaluate, or the failure of the run; None if no evaluation is complete."""
     if job.evaluation is None:
         return None
     for segment, owed in value.evaluations.items():
@@ -87,11 +87,12 @@ def evaluated(job: JobSpec, value: Federation) -> Evaluated | RunFailed | None:
 
 
 def evaluated_without(job: JobSpec, value: Federation) -> Evaluated | None:
-    """Enter the oldest of too many evaluations that wait for nobody but clients that are gone, from
-    the answers of the others.
+    """Return the oldest of too many evaluations that wait only for clients that are gone, with the
+    metrics of the other clients; None if there are not too many.
 
-    Each such evaluation keeps its state in the store. A client is gone that is away and has had no
-    part in the newest `retention` rounds; so many evaluations wait for them on.
+    Each waiting evaluation keeps its state in the store. A client is gone if it is absent and had
+    no part in the newest `retention` rounds; up to `retention` evaluations go on waiting for such
+    clients.
     """
     owed = _given_up(job, value)
     if job.evaluation is None or owed is None or merging(value, owed) is not None:
@@ -101,7 +102,7 @@ def evaluated_without(job: JobSpec, value: Federation) -> Evaluated | None:
 
 
 def _given_up(job: JobSpec, value: Federation) -> OwedEvaluation | None:
-    """Return the evaluation that is entered without those that it waits for."""
+    """Return the evaluation to complete without the clients it waits for; None if there is none."""
     if value.committed is None or len(value.evaluations) <= job.retention:
         return None
     here = {member.worker_id for member in value.helper}
@@ -118,8 +119,8 @@ def _given_up(job: JobSpec, value: Federation) -> OwedEvaluation | None:
 
 
 class Merging(NamedTuple):
-    """The states of metrics that are to be merged, and the worker that computes the values; None
-    while no worker is here."""
+    """The states of metrics to be merged, and the worker that computes the values; None while no
+    worker is here."""
 
     states: tuple[tuple[int, Digest], ...]
     metrics: tuple[str, ...]
@@ -127,7 +128,7 @@ class Merging(NamedTuple):
 
 
 def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
-    """Yield the evaluations that wait for nothing but the merging of their metrics."""
+    """Yield (segment, merging) of evaluations that wait only for the merging of metrics."""
     given_up = _given_up(job, value)
     for segment, owed in value.evaluations.items():
         if owed is given_up or not owed.left:
@@ -137,8 +138,8 @@ def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
 
 
 def merging(value: Federation, owed: OwedEvaluation) -> Merging | None:
-    """Return the merging that is due in an evaluation without further answers; None: there is
-    nothing to merge, or it is done, or has failed too often."""
+    """Return the merging that is due in an evaluation without further answers; None if there is
+    nothing to merge, or if that is done or has failed too often."""
     states, metrics = _states(owed), _mergeable(owed.answers)
     if not metrics:
         return None
@@ -160,18 +161,18 @@ def merging(value: Federation, owed: OwedEvaluation) -> Merging | None:
 
 
 def _states(owed: OwedEvaluation) -> tuple[tuple[int, Digest], ...]:
-    """Return the states of metrics by client, in order."""
+    """Return (client, states of its metrics), in order of client."""
     return tuple((c, fact.states) for c, fact in sorted(owed.answers.items()) if fact.states)
 
 
 def _tries(owed: OwedEvaluation) -> list[MetricsMerged]:
-    """Return the outcomes of merging the states of those that have evaluated by now."""
+    """Return the outcomes of merging exactly the states that are here now."""
     clients = tuple(client for client, _ in _states(owed))
     return [fact for fact in owed.merges if fact.clients == clients]
 
 
 def _mergeable(answers: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
-    """Return the metrics whose states have come from all clients that have a value of them."""
+    """Return the metrics whose states were sent by every client that has a value for them."""
     names = sorted({name for fact in answers.values() for name in fact.summed})
 
     def has_state(fact: ClientEvaluated, name: str) -> bool:
@@ -181,8 +182,8 @@ def _mergeable(answers: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
 
 
 def _metrics(spec: EvaluationSpec, owed: OwedEvaluation) -> dict[str, float]:
-    """Return the means over all clients, whose sums are added in order of client, and their
-    spread."""
+    """Return the means over all clients, whose sums are added in order of client, and the spread
+    over clients."""
     answers = [fact for _, fact in sorted(owed.answers.items()) if not fact.reason]
     sums = [fact.sums for fact in answers]
     over_each = over_clients(sums, [fact.own for fact in answers], spec.metrics)
@@ -191,7 +192,7 @@ def _metrics(spec: EvaluationSpec, owed: OwedEvaluation) -> dict[str, float]:
 
 
 def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
-    """Give up the evaluation of a client that ends every process that tries it."""
+    """Return the failed answer of a client whose evaluation ends every process; else None."""
     for segment, owed in value.evaluations.items():
         for client in owed.left:
             task = task_of_evaluator(value.roster[client].worker_id)
@@ -209,7 +210,7 @@ def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
 # coordinator that was killed had seen.
 
 TRAFFIC = frozenset({f"{TRAIN_SPLIT}.sent_bytes", f"{TRAIN_SPLIT}.uncompressed_bytes"})
-"""Metrics that depend on the present workers, and so belong to no commit."""
+"""Metrics that depend on which workers are present, and so belong to no commit."""
 _LARGEST = f"{TRAIN_SPLIT}.max_"
 
 
@@ -218,11 +219,12 @@ def round_metrics(
     late: Sequence[UpdateReceived] = (),
     num_skipped: float = 0.0,
 ) -> dict[str, float]:
-    """Return the training metrics by name, of the clients of a round and of the late ones it takes.
+    """Return the training metrics of a round, by name, from its clients and the late updates that
+    it takes.
 
-    The loss and its spread are those of the clients of the round that report a loss, weighted by
-    rows: late ones have trained another state. Bytes and skipped steps are sums over all clients,
-    norms are maxima. num_skipped: the steps that earlier rounds have skipped, which are added.
+    The loss and its spread are over the clients of the round that report a loss, weighted by rows:
+    late ones have trained another state. Bytes and skipped steps are summed over all clients, norms
+    are maxima. num_skipped: the steps skipped in earlier rounds, which are added.
     """
     in_order = [update for _, update in sorted(on_time.items())]
     everybody = [*in_order, *late]
@@ -233,7 +235,7 @@ def round_metrics(
 
 
 def mean_loss(updates: Mapping[int, UpdateReceived]) -> float:
-    """Return the mean over rows of the losses of clients of one round; 0 where there are none."""
+    """Return the mean loss over the rows of a round's clients; 0 if no client reports a loss."""
     in_order = [
         update
         for _, update in sorted(updates.items())
@@ -265,8 +267,8 @@ def _mean(updates: Sequence[UpdateReceived]) -> float:
 
 
 def _of_steps(updates: Sequence[UpdateReceived]) -> dict[str, float]:
-    """Combine the metrics that clients report of their steps: the largest, the sum, or the mean
-    over rows."""
+    """Return the metrics that clients report of their steps, combined: the maximum, the sum, or the
+    mean over rows."""
     metrics = {}
     for name in sorted({name for update in updates for name in update.metrics}):
         having = [update for update in updates if name in update.metrics]
@@ -291,7 +293,7 @@ def _traffic(updates: Sequence[UpdateReceived]) -> dict[str, float]:
 
 
 def _sum(values: Iterable[float]) -> float:
-    """Return the sum from left to right: fsum refuses one that overflows."""
+    """Return the sum from left to right; fsum would raise if it overflows."""
     total = 0.0
     for value in values:
         total += value
@@ -304,8 +306,8 @@ def _sum(values: Iterable[float]) -> float:
 
 
 def spread(of_clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the least, the greatest and three values between them of each metric, over the clients
-    that have it; each client counts as one."""
+    """Return the minimum, the maximum and three values between them for each metric, over the
+    clients that have the metric; each client counts once."""
     spreads: dict[str, float] = {}
     for name in sorted({name for metrics in of_clients for name in metrics}):
         values = sorted(metrics[name] for metrics in of_clients if name in metrics)
@@ -317,10 +319,11 @@ def spread(of_clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def over_clients(
     sums: Sequence[Mapping[str, float]], own: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the spread of metrics that are sums over rows, and mean and spread of the user's.
+    """Return the spread over clients of metrics that are sums over rows, and the mean and spread of
+    the user's own metrics.
 
-    sums and own: the sums of each client (see schedule.py) and its values of metrics of the user,
-    which are weighted by rows.
+    sums: the sums of each client (see schedule.py); own: each client's values of the user's
+    metrics, whose mean is weighted by rows.
     """
     over_all = spread([means(of_client, names) for of_client in sums])
     for name in sorted({name for metrics in own for name in metrics}):
@@ -340,7 +343,7 @@ def over_clients(
 
 
 def _at(values: Sequence[float], share: float) -> float:
-    """Return the value at a share of the way through values in order, linear between two."""
+    """Return the value at a fraction (`share`) of a sorted sequence, linear between two values."""
     place = share * (len(values) - 1)
     low = math.floor(place)
     before, after = values[low], values[math.ceil(place)]

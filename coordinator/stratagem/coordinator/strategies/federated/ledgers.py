@@ -47,26 +47,26 @@ from stratagem.coordinator.core.facts.fact_values import Cause
 # since returned to a commit before it.
 
 EPSILON = "privacy.epsilon"
-"""The metric of the privacy that a run has spent with the round of its commit."""
+"""Metric: the privacy budget that a run has spent, up to and including the round of its commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivacyLedger:
-    """The privacy that a run has spent, and the account of the open or the next round."""
+    """The privacy budget that a run has spent, and the account of the open or the next round."""
 
     clip_norm: float
-    """The bound of the next round to be accounted."""
+    """The clipping norm of the next round to be accounted."""
     noise_multiplier: float | None
-    """None: the first round calibrates it."""
+    """The noise multiplier; None until the first round calibrates it."""
     num_spent: int = 0
     epsilon: float = 0.0
-    """The privacy spent with all rounds that were opened."""
+    """The epsilon of all rounds that were opened."""
     fingerprint: str = ""
     round: RoundAccounted | None = None
-    """The round that is open, or is accounted and about to be."""
+    """The account of the round that is open or about to be opened; None if there is none."""
 
     def fold(self, fact: Fact) -> "PrivacyLedger":
-        """Fold the account of the next round, its opening, or its commit."""
+        """Return the ledger with a fact folded in: a round's account, opening, or commit."""
         match fact:
             case RoundAccounted(noise_multiplier=noise, fingerprint=fingerprint):
                 return replace(self, round=fact, noise_multiplier=noise, fingerprint=fingerprint)
@@ -80,25 +80,25 @@ class PrivacyLedger:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the round: nothing of its clients, of whom a mean over few would tell."""
+        """Return the round's metrics; means over clients are left out, as few would be revealed."""
         assert self.round is not None
         return {EPSILON: self.epsilon, "privacy.clip_norm": self.round.clip_norm}
 
     def returned(self) -> "PrivacyLedger":
-        """Return the ledger after a return to an earlier commit: what is spent stays spent."""
+        """Return the ledger after a return to an earlier commit; a spent budget stays spent."""
         return replace(self, round=None)
 
     def due(
         self, run_id: RunId, party: Party, round_num: int, candidates: tuple[int, ...]
     ) -> AccountRound:
-        """Return the effect that accounts the next round."""
+        """Return the effect that accounts for the next round."""
         of_round = run_id, party, round_num, candidates
         noise = self.noise_multiplier, self.fingerprint
         return AccountRound(*of_round, self.num_spent, self.clip_norm, *noise)
 
 
 def privacy_ledger(job: JobSpec) -> PrivacyLedger | None:
-    """Return the ledger of a run that has spent nothing; None where no clients are protected."""
+    """Return the ledger of a run that has spent nothing; None if no clients are protected."""
     if job.privacy is None or job.privacy.unit != "client":
         return None
     return PrivacyLedger(job.privacy.clip.norm, job.privacy.noise_multiplier)
@@ -107,7 +107,7 @@ def privacy_ledger(job: JobSpec) -> PrivacyLedger | None:
 def beyond_budget(
     job: JobSpec, ledger: PrivacyLedger, segment: int
 ) -> StoppedEarly | RunFailed | None:
-    """Return the end of a run whose accounted round would cost more than its target.
+    """Return the end of a run whose accounted round would exceed its target; None if it would not.
 
     segment: the newest committed round.
     """
@@ -134,17 +134,17 @@ def beyond_budget(
 
 @dataclass(frozen=True, slots=True)
 class RowLedger:
-    """The privacy that each client of a run has spent."""
+    """The privacy budget that the rows of each client of a run have spent."""
 
     num_asked: Mapping[int, int] = field(default_factory=dict)
-    """The rounds that were opened with each client, also those that the run went back behind."""
+    """The number of rounds opened with each client, including rounds undone later."""
     spent: Mapping[int, RowsSpent] = field(default_factory=dict)
-    """The account of each client with its newest update."""
+    """The account that came with each client's newest update."""
     refused: frozenset[int] = frozenset()
     """The clients that have refused a round beyond their budget."""
 
     def fold(self, fact: Fact) -> "RowLedger":
-        """Fold the opening of a round, or an answer of one of its clients."""
+        """Return the ledger with a fact folded in: a round's opening, or a client's answer."""
         match fact:
             case ClientsSelected():
                 more = {client: self.num_asked.get(client, 0) + 1 for client in fact.clients}
@@ -157,31 +157,31 @@ class RowLedger:
                 return self
 
     def due(self, client: int) -> RowsAsked:
-        """Return the account of earlier rounds for the worker of a client in the open one."""
+        """Return the earlier rounds of a client in the open one, for its worker."""
         spent, num_rounds = self.spent.get(client), self.num_asked.get(client, 1) - 1
         return RowsAsked(num_rounds, "" if spent is None else spent.fingerprint)
 
     @property
     def most_spent(self) -> float:
-        """The epsilon of the client that has spent most."""
+        """Return the highest epsilon that a client has spent."""
         return max((spent.epsilon for spent in self.spent.values()), default=0.0)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of a round: nothing of its rows, of which a mean loss would tell."""
+        """Return the metrics of a round; a mean loss is left out, as it might reveal rows."""
         return {EPSILON: self.most_spent}
 
 
 def row_ledger(job: JobSpec) -> RowLedger | None:
-    """Return the ledger of a run that has spent nothing; None where no rows are protected."""
+    """Return the ledger of a run that has spent nothing; None if no rows are protected."""
     return RowLedger() if job.privacy is not None and job.privacy.unit == "row" else None
 
 
 def with_budget(
     job: JobSpec, ledger: RowLedger, clients: Sequence[ClientBinding]
 ) -> tuple[list[ClientBinding], tuple[Excused, ...]]:
-    """Return the clients that can take part in one more round, as far as is known before, and the
-    others as excused."""
+    """Return the clients that can take part in one more round, as far as is known beforehand, and
+    the others as excused."""
     able = [binding for binding in clients if _has_budget(job, ledger, binding.client)]
     others = tuple(b.client for b in clients if not _has_budget(job, ledger, b.client))
     return able, (Excused(reason="privacy budget spent", clients=others),) if others else ()
@@ -196,8 +196,8 @@ def _has_budget(job: JobSpec, ledger: RowLedger, client: int) -> bool:
 
 
 def budget_spent(job: JobSpec, ledger: RowLedger, segment: int) -> StoppedEarly:
-    """Return the end of a run none of whose clients can take part in one more round; segment: the
-    newest committed one."""
+    """Return the end of a run of which no client can take part in one more round; segment: the
+    newest committed round."""
     assert job.privacy is not None
     target = job.privacy.target.epsilon or 0.0
     text = f"up to {ledger.most_spent:.3g} of {target:g} spent by a client"
@@ -214,29 +214,29 @@ def budget_spent(job: JobSpec, ledger: RowLedger, segment: int) -> StoppedEarly:
 
 @dataclass(frozen=True, slots=True)
 class ClientStates:
-    """The states of all clients, which lie at their workers, or as blobs in the store."""
+    """The newest private state of each client, kept at its worker, or as a blob in the store."""
 
     are_blobs: bool = False
     are_summed: bool = False
-    """They add up to a common one, for which all are needed."""
+    """True if the states must add up to a common one, which needs those of all clients."""
     newest: Mapping[int, KeptState] = field(default_factory=dict)
-    """The state of each client; one without a state begins anew."""
+    """The newest state of each client; a client without a state begins anew."""
     is_incomplete: bool = False
-    """Some client has lost its newest state, or all have begun anew from an earlier commit: their
-    sum is not the common one any more."""
+    """True if a client has lost its newest state, or all have begun anew from an earlier commit:
+    the states do not add up to the common one any more."""
 
     @property
     def blobs(self) -> frozenset[Digest]:
-        """The states that the store keeps."""
+        """Return the states that the store must keep."""
         return frozenset(state.digest for state in self.newest.values() if self.are_blobs)
 
     @property
     def are_due_anew(self) -> bool:
-        """True when all clients begin anew with the next commit."""
+        """Return True if all clients begin anew with the next commit."""
         return self.are_summed and self.is_incomplete
 
     def fold(self, fact: Fact) -> "ClientStates":
-        """Fold the update of a client, the loss of its state, or a commit."""
+        """Return the states after the update of a client, the loss of its state, or a commit."""
         match fact:
             case UpdateReceived():
                 state = KeptState(fact.round_num, fact.client_state)
@@ -249,7 +249,7 @@ class ClientStates:
                 return self
 
     def returned(self) -> "ClientStates":
-        """Begin all clients anew, as the run goes back to a commit."""
+        """Return the states after a return to an earlier commit: all clients begin anew."""
         return replace(self, newest={}, is_incomplete=True)
 
 
@@ -268,37 +268,37 @@ class ClientStates:
 # again with new ones. The functions are independent of the rest of a round.
 
 MAX_ATTEMPTS: Final = 5
-"""Attempts of a round: each needs a worker process to have ended since the one before."""
+"""The most attempts of a round: each needs a worker process to have ended since the one before."""
 _CURED: Final = (Cause.KEYS_LOST, Cause.ABSENT)
-"""Causes that new keys do away with."""
+"""Causes that new keys remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecureSetup:
-    """The keys and shares that were exchanged in the present attempt of a round."""
+    """The keys and shares exchanged so far in the present attempt of a secure round."""
 
     attempt: int = 0
     members: tuple[int, ...] = ()
-    """The clients that have posted keys; empty before."""
+    """The clients that have posted keys; empty until then."""
     ring_seed: str = ""
     directory: Digest = NO_DIGEST
     routed: tuple[int, ...] = ()
-    """The clients that have shared their secrets; empty before."""
+    """The clients that have shared their secrets; empty until then."""
     shares: Digest = NO_DIGEST
 
     def fold(self, fact: KeysPosted | SharesRouted) -> "SecureSetup":
-        """Fold one fact of the attempt."""
+        """Return the setup with posted keys or routed shares folded in."""
         if isinstance(fact, KeysPosted):
             return SecureSetup(self.attempt, fact.clients, fact.ring_seed, fact.directory)
         return replace(self, routed=fact.clients, shares=fact.shares)
 
     def party(self, workers: Mapping[int, WorkerId]) -> SecureParty:
-        """Return the attempt for effects; workers: the worker of each client."""
+        """Return the attempt in the form for effects; workers: the worker of each client."""
         exchanged = self.members, self.ring_seed, self.directory, self.shares, self.routed
         return SecureParty(self.attempt, tuple(sorted(workers.items())), *exchanged)
 
     def refuses(self, fact: KeysPosted | SharesRouted) -> str:
-        """Return the reason why a fact of the open round is stale; "" when it is welcome."""
+        """Return the reason why a fact of the open round is stale; "" if it is expected."""
         done = self.members if isinstance(fact, KeysPosted) else self.routed
         is_next = not done and (isinstance(fact, KeysPosted) or bool(self.members))
         if fact.attempt == self.attempt and is_next:
@@ -314,8 +314,8 @@ class SecureSetup:
         *,
         may_leave_out: bool,
     ) -> PostKeys | RouteShares | None:
-        """Return the exchange that is due; None once clients can train. workers: the workers of the
-        clients that are still in the round."""
+        """Return the effect for the exchange that is due; None once clients can train. workers: the
+        workers of clients that are still in the round."""
         of_round = run_id, party, round_num
         if not self.members:
             return PostKeys(*of_round, self.party(workers), may_leave_out)
@@ -329,12 +329,12 @@ class SecureSetup:
         return frozenset({self.directory, self.shares} - {NO_DIGEST})
 
     def fewest_survivors(self, spec: SecureAggregation) -> int:
-        """Return the number of updates without which the round is not unmasked."""
+        """Return the least number of updates with which the round can be unmasked."""
         return shares_needed(spec.threshold, len(self.members))
 
     def lack(self, spec: SecureAggregation, possible: Collection[int]) -> str:
-        """Return the reason why no sum of these clients can be unmasked; "" where one can, as far
-        as is known."""
+        """Return the reason why no sum of these clients can be unmasked; "" if one can, as far as
+        is known."""
         group = self.members or possible
         if len(group) < MIN_CLIENTS:
             return f"{len(group)} exchange keys, and fewer than {MIN_CLIENTS} hide nobody"
@@ -351,7 +351,7 @@ class SecureSetup:
 
 
 def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
-    """Return the rejections of the clients that are left out, by client."""
+    """Return the rejections of the clients that are left out, keyed by client."""
     return {
         each.client: UpdateRejected(
             party=fact.party,
@@ -366,16 +366,16 @@ def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
 
 
 def cures(cause: Cause) -> bool:
-    """Return True when new keys may do away with a cause."""
+    """Return True if new keys may remedy a cause."""
     return cause in _CURED
 
 
 def cured(rejected: Mapping[int, UpdateRejected]) -> dict[int, UpdateRejected]:
-    """Return the rejections that new keys do not do away with."""
+    """Return the rejections without those that new keys may remedy."""
     return {client: fact for client, fact in rejected.items() if not cures(fact.cause)}
 
 
 def may_be_cured(rejected: Mapping[int, UpdateRejected]) -> bool:
-    """Return True when new keys may bring back a client, which another run of the job might
-    have."""
+    """Return True if new keys may bring back a client: another run of the job might have had the
+    client."""
     return any(cures(fact.cause) for fact in rejected.values())

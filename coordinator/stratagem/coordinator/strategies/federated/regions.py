@@ -1,11 +1,11 @@
 """Run federated averaging over regions: each client is a federation of its own that reports its
 sums.
 
-Between the opening of a round and its closing each selected region is a party (see silos.py) whose
-clients train the global state for as many rounds as `options.inner` says. In all of these but the
-last the region continues from its mean. Of the last it reports s = sum n_k w_k in float64 and n =
-sum n_k, and the next global state is sum s / sum n over the regions. With one inner round the bits
-are those of `options.regions`.
+While a round is open, each selected region is a party (see silos.py) whose clients train the global
+state for as many rounds as `options.inner` says. After each of these rounds but the last, the
+region continues from its mean. After the last it reports s = sum n_k w_k in float64 and n = sum
+n_k, and the next global state is sum s / sum n over the regions. With one inner round the bits are
+those of `options.regions`.
 """
 
 import math
@@ -54,14 +54,14 @@ from stratagem.coordinator.strategies.placement import sites_of
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Refuse options without a meaning where clients are regions."""
+    """Return the violations of a job whose clients are regions: options without a meaning."""
     violations = [*found_in(REGIONS, job)]
     return violations or nested.check_inside(lambda: region_job(job), strategies)
 
 
 def region_job(job: JobSpec) -> JobSpec:
-    """Return the job of every region: the same seed and rows, with the rounds that all take
-    inside. Clients of any region are numbered as all are, so that one job serves them."""
+    """Return the job of every region: the same seed and rows, and the inner rounds of the whole
+    run. Clients are numbered over all regions, so that one job serves all regions."""
     inner = inside(job)
     num_clients = sum(len(members) for members in members_of_regions(job))
     rounds = spec_of(job).rounds * inner.rounds
@@ -77,8 +77,7 @@ def region_job(job: JobSpec) -> JobSpec:
 
 
 def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
-    """Return the next fact of the round; between its opening and its closing, those of the
-    regions."""
+    """Return the next fact of the round; while the round is open, the next fact of the regions."""
     fact = federated.decide_round(
         job, value.rounds, world, now_s, lambda _: _of_regions(job, value, world, now_s)
     )
@@ -102,8 +101,8 @@ def _of_regions(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> 
 
 
 def _opened(job: JobSpec, value: PartiesRun, region: int) -> Child:
-    """Begin the rounds of a selected region from the global state. They are numbered over the whole
-    run, so that no client trains a round twice."""
+    """Return the party of a selected region, about to train from the global state. Its rounds are
+    numbered over the whole run, so that no client trains a round twice."""
     rounds, num_inside, own_job = value.rounds, inside(job).rounds, region_job(job)
     assert rounds.committed is not None
     before = (rounds.round_num - 1) * num_inside
@@ -117,7 +116,7 @@ def _opened(job: JobSpec, value: PartiesRun, region: int) -> Child:
 def pending(
     run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that the round needs, with the work of the regions in place of their
+    """Return the effects that the round needs, with the effects of regions in place of their
     training."""
     effects = set[Effect]()
     for effect in due.pending(run_id, job, value.rounds, horizon):
@@ -131,7 +130,7 @@ def pending(
 
 
 def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Effect:
-    """Return an effect of a region; of a client with its number among those of all regions."""
+    """Return an effect of a region; a client's training is given its number over all regions."""
     if not isinstance(effect, TrainClient):
         return effect
     members = members_of_regions(job)
@@ -140,7 +139,7 @@ def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Eff
 
 
 def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
-    """Return the sums of the regions whose last round is closed."""
+    """Return the effects that sum the regions whose last inner round is closed."""
     rounds, effects = value.rounds, set[SumRegion]()
     training = KIND.in_training(value)
     for region in unanswered(value):
@@ -169,8 +168,8 @@ def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
 
 
 def _largest(job: JobSpec, value: PartiesRun) -> int:
-    """Return the place, among the accepted regions, of that with the client of most rows of all;
-    the first of equals, as they are numbered over all regions."""
+    """Return the index of the accepted region that has the client with the most rows; of equal
+    clients, the first in the numbering over all regions."""
     members = members_of_regions(job)
     places = [
         (-each.num_samples, members[region.client][each.client], place)
@@ -208,7 +207,7 @@ def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
 
 
 def rounds_inside(job: JobSpec, value: object, round_num: int) -> list[tuple[Party, int]]:
-    """Return the rounds of the regions that belong to a round; none of runs without regions."""
+    """Return the inner rounds of a round, as (party, round); none in runs without regions."""
     if not isinstance(value, PartiesRun) or not isinstance(spec_of(job).options.inner, Federated):
         return []
     last = round_num * inside(job).rounds
@@ -233,13 +232,13 @@ def inside(job: JobSpec) -> Federated:
 
 
 def members_of_regions(job: JobSpec) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the clients of each region, of all clients from 0 on."""
+    """Return the clients of each region, by their numbers over all regions, from 0 on."""
     return clients_by_region(spec_of(job), inside(job))
 
 
 def named(job: JobSpec, fact: RosterFormed) -> RosterFormed:
-    """Return the roster of the regions, each with its name in place of a worker: it lives on
-    several."""
+    """Return the roster of the regions, each bound to its name instead of a worker: it has several
+    workers."""
     names = region_names(spec_of(job))
     clients = tuple(
         ClientBinding(client=region, worker_id=WorkerId(name), tags=())
@@ -251,8 +250,8 @@ def named(job: JobSpec, fact: RosterFormed) -> RosterFormed:
 def roster_of_region(
     job: JobSpec, party: Party, region: int, workers: Sequence[WorkerRecord]
 ) -> RosterFormed | None:
-    """Bind the clients of a region: sites to themselves, whether they are here or not; others to
-    workers, in turn over all regions. None while there is no worker."""
+    """Return the roster of a region: sites are bound to themselves, present or not, and other
+    clients to workers, in turn over all regions. None while there is no worker."""
     members, sites = members_of_regions(job)[region], sorted(sites_of(spec_of(job)) or ())
     names = sites or sorted(worker.member.worker_id for worker in workers)
     if not names:

@@ -31,7 +31,7 @@ from stratagem.coordinator.strategies.federated.run import Federation, spec_of, 
 FAIL: Final = "fail"
 MAX_REASON_CHARS: Final = 300
 MAX_NAMED: Final = 8
-"""Number of clients that a sentence names one by one."""
+"""The most clients that a sentence names one by one."""
 
 _VERBS: Final = {
     Cause.EXCEPTION: "raised",
@@ -48,7 +48,7 @@ _VERBS: Final = {
 }
 _OUT_OF_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
 _NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
-"""Words in messages of torch about memory, whose exceptions have no special type."""
+"""Words in torch's messages about memory, whose exceptions have no type of their own."""
 _NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
 """Words of a worker's message about an entry point that its `--allow` does not have."""
 
@@ -58,11 +58,11 @@ _BY_THE_SITE: Final = {
     "BudgetSpentError": Cause.BUDGET,
     "KeysLostError": Cause.KEYS_LOST,
 }
-"""The causes of refusals by a site, by the type of its error."""
+"""The causes of refusals by a site, keyed by the type of the site's error."""
 
 
 def cause_of(error: ErrorRecord) -> Cause:
-    """Return the kind of failure that an exception is; one without a traceback is the message of a
+    """Return the category of an exception; an error without a traceback is the message of a
     worker."""
     kind = error.type.rpartition(".")[2]
     if kind.endswith(_OUT_OF_MEMORY):
@@ -81,7 +81,7 @@ def cause_of(error: ErrorRecord) -> Cause:
 
 
 def reason_of(error: ErrorRecord) -> str:
-    """Return type and message in one line; the message alone where nothing was raised."""
+    """Return type and message of an error in one line; only the message if nothing was raised."""
     text = f"{error.type}: {error.message}" if error.traceback else error.message
     line = " ".join(text.split())
     return line if len(line) <= MAX_REASON_CHARS else f"{line[: MAX_REASON_CHARS - 1]}…"
@@ -102,7 +102,7 @@ def rejection(
 
 
 def forbidden(job: JobSpec, value: Federation) -> RunFailed | None:
-    """Fail a run in which no client may fail, once one has."""
+    """Return the failure of a run in which no client may fail, once one has; else None."""
     rejected = value.clients.rejected
     if spec_of(job).options.on_client_error != FAIL or not rejected:
         return None
@@ -113,14 +113,14 @@ def forbidden(job: JobSpec, value: Federation) -> RunFailed | None:
 
 
 def said(job: JobSpec, value: Federation) -> str:
-    """Return the open round's rejections, as "client 0: not finite; clients 1, 3: KeyError:
-    'label'"."""
+    """Return text about the open round's rejections, as "client 0: not finite; clients 1, 3:
+    KeyError: 'label'"."""
     return "; ".join(f"{names(job, value, who)}: {text}" for (_, text), who in _groups(value))
 
 
 def commonest_first(job: JobSpec, value: Federation) -> str:
-    """Return the rejections by number, as "3 raised KeyError: 'label' (clients 0, 2, 3); 1 not
-    finite: ... (client 1)"."""
+    """Return text about the rejections, the most frequent first, as "3 raised KeyError: 'label'
+    (clients 0, 2, 3); 1 not finite: ... (client 1)"."""
     return "; ".join(
         f"{len(who)} {_VERBS.get(cause, 'rejected:')} {reason} ({names(job, value, who)})"
         for (cause, reason), who in _by_number(value)
@@ -128,7 +128,7 @@ def commonest_first(job: JobSpec, value: Federation) -> str:
 
 
 def commonest_error(value: Federation) -> ErrorRecord | None:
-    """Return an exception for the commonest reason for which there is one."""
+    """Return an exception for the most frequent reason that has one; None if none has."""
     for _, who in _by_number(value):
         for client in who:
             if (error := value.clients.rejected[client].error) is not None:
@@ -137,7 +137,7 @@ def commonest_error(value: Federation) -> ErrorRecord | None:
 
 
 def names(job: JobSpec, value: Federation, clients: list[int]) -> str:
-    """Name clients, as "clients 0, 2"; with their workers where each has its own rows on one."""
+    """Return client names, as "clients 0, 2"; with workers if each worker has its own rows."""
     has_homes = job.data.worker_local is not None
     numbers = [
         f"{client} ({value.roster[client].worker_id})" if has_homes else str(client)
@@ -148,7 +148,7 @@ def names(job: JobSpec, value: Federation, clients: list[int]) -> str:
 
 
 def at_workers(value: Federation, clients: Iterable[int]) -> str:
-    """Name clients with their workers, as "client 0 (a), client 2 (c)"."""
+    """Return the names of clients with their workers, as "client 0 (a), client 2 (c)"."""
     return ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in clients)
 
 
@@ -156,7 +156,7 @@ Group = tuple[tuple[Cause, str], list[int]]
 
 
 def _groups(value: Federation) -> list[Group]:
-    """Return the rejected clients by cause and reason; in order of their first client."""
+    """Return the rejected clients grouped by cause and reason, in order of first clients."""
     groups: dict[tuple[Cause, str], list[int]] = defaultdict(list)
     for client, fact in sorted(value.clients.rejected.items()):
         groups[fact.cause, fact.reason].append(client)
@@ -168,7 +168,7 @@ def _by_number(value: Federation) -> list[Group]:
 
 
 def in_closed_rounds(value: Federation) -> tuple[RejectedClient, ...]:
-    """Return the clients that closed rounds have rejected, in order of client."""
+    """Return the clients that closed rounds have rejected, sorted by client."""
     return tuple(
         RejectedClient(client, value.roster[client].worker_id, count, reason)
         for client, (count, reason) in sorted(value.rejections.items())
@@ -176,7 +176,7 @@ def in_closed_rounds(value: Federation) -> tuple[RejectedClient, ...]:
 
 
 def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
-    """Merge rejections so that each client occurs once, with the rounds of all and its newest
+    """Return the rejections with one entry per client: the sum of its rounds, and its newest
     reason."""
     merged: dict[int, RejectedClient] = {}
     for refused in rejected:
@@ -186,8 +186,8 @@ def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
 
 
 def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
-    """Return the rejected clients of the whole run, for its last sentence; "" when there were
-    none."""
+    """Return text about the rejected clients of the whole run, for its last sentence; "" if there
+    were none."""
     order = sorted(together(rejected), key=lambda client: (-client.num_rounds, client.client))
     has_homes = job.data.worker_local is not None
     parts = [
@@ -199,7 +199,7 @@ def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
 
 
 def few(texts: list[str], more: str = "more") -> list[str]:
-    """Return the first texts, and the number of further ones."""
+    """Return the first texts and, if there are more, a text with their number."""
     num_more = len(texts) - MAX_NAMED
     return [*texts[:MAX_NAMED], f"{num_more} {more}"] if num_more > 0 else texts
 
@@ -216,7 +216,7 @@ EVALUATION: Final = "the evaluation"
 
 
 def too_deadly(value: Federation) -> RunFailed | None:
-    """Fail the run when its build or its evaluation ends every process that tries it."""
+    """Return the run's failure if its build or evaluation ends every process; else None."""
     deadly = {
         task: d for task in (BUILD, EVALUATION) if (d := value.losses.hopeless(task)) is not None
     }
@@ -227,7 +227,7 @@ def too_deadly(value: Federation) -> RunFailed | None:
 
 
 def crashed(value: Federation) -> UpdateRejected | None:
-    """Reject the first client of the open round that ends every process which trains it."""
+    """Return the rejection of the first client whose training ends every process; else None."""
     for client in value.unanswered():
         if (deaths := value.losses.hopeless(task_of(client))) is not None:
             return rejection(value, client, Cause.CRASHED, why("it", deaths))
@@ -235,7 +235,7 @@ def crashed(value: Federation) -> UpdateRejected | None:
 
 
 def with_death(value: Federation, died: ProcessDied, now_s: float) -> Federation:
-    """Count a worker process that ended against what it did, or against all that it had to do."""
+    """Return the run with a process death counted against its task, or all tasks if unknown."""
     member, losses, assigned = died.member, value.losses, value.clients.assigned
     tasks = set(losses.taken.get(member, ()))
     if member in value.helper and (value.committed is None or value.evaluations):
@@ -271,7 +271,7 @@ def _task_at(value: Federation, at: Party, member: Member) -> str:
 
 
 def with_helper(value: Federation, fact: MembersFormed) -> Federation:
-    """Note that another worker builds and evaluates, and the task taken from the one before."""
+    """Return the run with another helper, noting the task that was taken from the previous one."""
     losses = value.losses
     for member in value.helper:
         if member not in fact.members and (value.committed is None or value.evaluations):

@@ -45,10 +45,10 @@ from stratagem.coordinator.strategies.federated.run import (
 )
 
 MAX_JOINS: Final = 1000
-"""Clients that join with one fact."""
+"""The most clients that join with one fact."""
 ASK_AGAIN_S: Final = 300.0
-"""The time for which a client is left alone that has refused, as its site is closed, and has not
-said when it opens: a round that waits over a night leaves some hundred facts of each."""
+"""Seconds until a client whose site is closed is asked again, if the site has not said when it
+opens: a round that waits overnight leaves about a hundred facts per client."""
 AWAY: Final = "away"
 STOPPED: Final = "its worker was stopped"
 
@@ -56,7 +56,7 @@ Here = Mapping[WorkerId, WorkerRecord]
 
 
 def roster_of(job: JobSpec) -> Roster | None:
-    """Return the open roster of a job; None where all clients are there from the start."""
+    """Return the settings of the job's open roster; None if the roster is fixed."""
     return spec_of(job).options.open_roster
 
 
@@ -70,8 +70,8 @@ def by_name(workers: Iterable[WorkerRecord]) -> Here:
 def before_build(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return True when enough clients are here for the model to be built, and the fact that follows
-    where they are not."""
+    """Return True if enough clients are here to build the model; if not, also the fact that
+    follows."""
     roster = roster_of(job)
     assert roster is not None
     num_here = _num_fitting(job, workers)
@@ -83,7 +83,8 @@ def before_build(
 def next_round(
     job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
-    """Let clients leave and join, then open the next round, or wait for enough of them."""
+    """Return the next fact before a round opens: a client leaves, clients join, the round opens, or
+    it waits for enough clients."""
     here = by_name(workers)
     if fact := _gone(value, world) or joined(job, value, here, now_s):
         return fact
@@ -97,8 +98,8 @@ def next_round(
 
 
 def lack(job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord]) -> str:
-    """Return a sentence about the number of clients that can take part in a round, and about the
-    others."""
+    """Return a sentence that says how many clients can take part in a round, and why others
+    cannot."""
     if value.committed is None:
         return _count(job, _num_fitting(job, workers))
     here = by_name(workers)
@@ -112,8 +113,8 @@ def lack(job: JobSpec, value: Federation, world: World, workers: list[WorkerReco
 
 
 def closed_sites(value: Federation) -> list[str]:
-    """Return the messages of some closed sites, but those of rejected clients, which the open round
-    names."""
+    """Return the messages of some closed sites, but not of rejected clients, which the round
+    reports."""
     reasons = {
         departure.reason: client
         for client, departure in sorted(value.attendance.left.items())
@@ -125,7 +126,8 @@ def closed_sites(value: Federation) -> list[str]:
 def wait(
     job: JobSpec, value: Federation, reason: str, now_s: float, num_needed: int | None = None
 ) -> RoundWaits | ClientLeft | RunFailed | None:
-    """Wait for clients, as long as the roster says; then fail the run."""
+    """Return the fact that lets the run wait for clients or, at the end of the roster's patience,
+    fail; None while it waits."""
     roster, until_s = roster_of(job), value.attendance.waits_until_s
     assert roster is not None
     if until_s is None:
@@ -145,7 +147,8 @@ def wait(
 
 
 def departed(job: JobSpec, value: Federation, world: World, now_s: float) -> Fact | None:
-    """Return the departure of a client that is awaited, or an evaluation without one that left."""
+    """Return the departure of an awaited client, or the end of an evaluation's wait for a client
+    that has left; None if there is neither."""
     roster = roster_of(job)
     if roster is None:
         return None
@@ -173,7 +176,8 @@ def departed(job: JobSpec, value: Federation, world: World, now_s: float) -> Fac
 
 
 def joined(job: JobSpec, value: Federation, here: Here, now_s: float) -> ClientsJoined | None:
-    """Return the clients that are back, by number, and those that are new, by name."""
+    """Return the joining of clients that are back, sorted by number, and of new ones, sorted by
+    name; None if there are none."""
     names_before = {binding.worker_id for binding in value.roster}
     left = value.attendance.left
     names = {client: value.roster[client].worker_id for client in sorted(left)}
@@ -192,8 +196,8 @@ def joined(job: JobSpec, value: Federation, here: Here, now_s: float) -> Clients
 
 
 def goes_on(job: JobSpec, value: Federation) -> bool:
-    """Return True when a round that has too few updates goes on with other clients: some have left
-    it, or the job says that it waits."""
+    """Return True if a round with too few updates goes on with other clients, because some have
+    left it or the job says that it waits."""
     if roster_of(job) is None:
         return False
     return bool(value.left_unanswered()) or spec_of(job).options.on_missing_quorum == "wait"
@@ -202,8 +206,8 @@ def goes_on(job: JobSpec, value: Federation) -> bool:
 def more(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> ClientsJoined | ClientsSelected | None:
-    """Return further clients for a round that has too few updates: those that join, then those
-    that were not asked yet."""
+    """Return further clients for a round with too few updates: those that join, then those that
+    were not asked yet; None if there are none."""
     here = by_name(workers)
     if new := joined(job, value, here, now_s):
         return new
@@ -217,7 +221,7 @@ def more(
 
 
 def able_clients(value: Federation, here: Here) -> list[ClientBinding]:
-    """Return the clients that can take part in the round that opens next."""
+    """Return the clients that can take part in the next round to open."""
     attendance, number = value.attendance, value.round_num
     return [
         binding
@@ -227,7 +231,7 @@ def able_clients(value: Federation, here: Here) -> list[ClientBinding]:
 
 
 def excused(value: Federation, world: World, here: Here) -> tuple[Excused, ...]:
-    """Return the clients that cannot be asked, by reason; not those that have left."""
+    """Return the clients that cannot be asked, grouped by reason; not those that have left."""
     away: dict[str, list[int]] = {}
     benched = excused_by_bench(value)
     sitting = {client for excuse in benched for client in excuse.clients}
@@ -243,8 +247,8 @@ def excused(value: Federation, world: World, here: Here) -> tuple[Excused, ...]:
 
 
 def deadline(value: Federation) -> float | None:
-    """Return the leader-clock time at which a client has left, or the run fails for want of
-    clients."""
+    """Return the leader-clock time at which an awaited client counts as gone, or the run fails for
+    lack of clients; None: never."""
     attendance = value.attendance
     is_training = next(value.unanswered(), None) is not None
     times = []
@@ -262,7 +266,7 @@ def deadline(value: Federation) -> float | None:
 
 
 def with_joined(job: JobSpec, value: Federation, fact: ClientsJoined, now_s: float) -> Federation:
-    """Add clients to the roster, or take them back."""
+    """Return the run with clients added to the roster, or back in it."""
     roster, numbers = list(value.roster), [binding.client for binding in fact.clients]
     for binding in fact.clients:
         if binding.client < len(roster):
@@ -282,7 +286,8 @@ def with_left(
     now_s: float,
     asked_again_s: float | None = None,
 ) -> Federation:
-    """Expect nothing of a client any more; one that has refused is asked again at some time."""
+    """Return the run after a client left; asked_again_s: the time to ask again a client that
+    refused."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
     left = {**value.attendance.left, client: departure}
     attendance = replace(value.attendance.here([client]), left=left)
@@ -291,13 +296,13 @@ def with_left(
 
 
 def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
-    """Return True for the answer of a client of an open roster that takes no part at this time."""
+    """Return True if a client of an open roster answers that it takes no part at this time."""
     return fact.cause is Cause.OUTSIDE_WINDOW and roster_of(job) is not None
 
 
 def asking_again(value: Federation, now_s: float) -> Federation:
-    """Note when a round that waits asks the sites again that have refused: not before the first of
-    them opens, where one says when."""
+    """Return the run with the time at which a waiting round asks the refusing sites again: not
+    before the first of them opens, if sites say when."""
     clients = value.clients
     refused = [fact for fact in clients.rejected.values() if fact.cause.is_refusal]
     again_s = None
@@ -307,7 +312,7 @@ def asking_again(value: Federation, now_s: float) -> Federation:
 
 
 def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Await the clients of the open round that have no worker yet."""
+    """Return the run in which the clients of the open round without a worker are awaited."""
     roster = roster_of(job)
     clients = value.clients
     if roster is None or not clients.num_unassigned:
@@ -320,7 +325,7 @@ def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
 def after_assignment(
     job: JobSpec, value: Federation, fact: ClientsAssigned, now_s: float
 ) -> Federation:
-    """Await the clients that have lost their worker, and no longer those that have one."""
+    """Return the run in which clients without a worker are awaited, and those with one are not."""
     if roster_of(job) is None:
         return value
     placed = [a.client for a in fact.assignments if a.member is not None]
@@ -329,7 +334,7 @@ def after_assignment(
 
 
 def awaiting_evaluators(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Await the clients that have yet to evaluate and are not here."""
+    """Return the run in which absent clients that have yet to evaluate are awaited."""
     roster = roster_of(job)
     if roster is None:
         return value
@@ -347,7 +352,7 @@ def awaiting_evaluators(job: JobSpec, value: Federation, now_s: float) -> Federa
 
 
 def _expected(value: Federation) -> Iterator[int]:
-    """Yield the clients that something is expected of: an update, or an evaluation."""
+    """Yield the clients from which an update or an evaluation is expected."""
     if isinstance(value.round, Open):
         yield from value.unanswered()
     yield from _evaluators(value)
@@ -359,7 +364,7 @@ def _evaluators(value: Federation) -> Iterator[int]:
 
 
 def _gone(value: Federation, world: World) -> ClientLeft | None:
-    """Return the departure of a client whose worker is not known any more."""
+    """Return the departure of a client whose worker is not known any more, if there is one."""
     for binding in value.roster:
         if binding.worker_id not in world.workers and binding.client not in value.attendance.left:
             return _left(value, binding.client, STOPPED)

@@ -50,59 +50,59 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The departure of a client of an open roster."""
+    """The departure of a client from an open roster."""
 
     reason: str
     asked_again_s: float | None = None
-    """Leader-clock time before which it is not asked again, unless its worker registers anew: it
-    has refused. None: it joins as soon as its worker is here."""
+    """Leader-clock time before which a client that refused is not asked again, unless its worker
+    registers anew. None: the client joins as soon as its worker is here."""
     since_s: float = 0.0
-    """Leader-clock time at which it left."""
+    """Leader-clock time at which the client left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """The clients that have left, that are awaited, and that sit on the bench."""
+    """The clients that have left, that are awaited, and that are benched."""
 
     left: Mapping[int, Departure] = field(default_factory=dict)
-    """The clients that have left, until they join again; of an open roster."""
+    """The clients that have left an open roster, until they join again."""
     awaited_until_s: Mapping[int, float] = field(default_factory=dict)
-    """Clients that something is expected of and that have no worker: leader-clock time at which
-    they are taken to have left."""
+    """The leader-clock time at which a client counts as gone from which something is expected but
+    which has no worker."""
     waits_until_s: float | None = None
-    """Leader-clock time at which the run fails for want of clients."""
+    """Leader-clock time at which the run fails for lack of clients; None: it does not."""
     strikes: Mapping[int, int] = field(default_factory=dict)
-    """Rounds in a row in which a client was rejected by its own fault."""
+    """The number of consecutive rounds in which a client was rejected by its own fault."""
     benched: Mapping[int, int] = field(default_factory=dict)
     """The first round in which a benched client may take part again."""
 
     @property
     def has_history(self) -> bool:
-        """True when earlier rounds decide about who takes part in later ones."""
+        """Return True if earlier rounds influence who takes part in later ones."""
         return bool(self.strikes or self.benched)
 
     def resumed(self) -> "Attendance":
-        """Return the attendance after a run was resumed: whoever has left and is here may join."""
+        """Return the attendance of a resumed run: clients that have left may join again."""
         left = {client: replace(gone, asked_again_s=None) for client, gone in self.left.items()}
         return replace(self, left=left, awaited_until_s={}, waits_until_s=None)
 
     def is_able(self, client: int, round_num: int) -> bool:
-        """Return True when the client may take part in a round, if its worker is here."""
+        """Return True if the client may take part in a round, provided that its worker is here."""
         return client not in self.left and self.benched.get(client, 0) <= round_num
 
     def awaiting(self, clients: Iterable[int], until_s: float) -> "Attendance":
-        """Return the attendance with more clients that are awaited, unless they are already."""
+        """Return the attendance with more awaited clients; the earlier ones keep their time."""
         new = dict.fromkeys(clients, until_s)
         return replace(self, awaited_until_s={**new, **self.awaited_until_s})
 
     def here(self, clients: Iterable[int]) -> "Attendance":
-        """Return the attendance with clients that need not be awaited any more."""
+        """Return the attendance without these clients among the awaited ones."""
         awaited = without(self.awaited_until_s, clients)
         return self if awaited is self.awaited_until_s else replace(self, awaited_until_s=awaited)
 
     def after_round(self, has_strikes: bool, clients: "Open") -> "Attendance":
-        """Return the attendance after a round: a client that answered is free of strikes, and one
-        that failed has one more."""
+        """Return the attendance after a round: an answer clears a client's strikes, and a failure
+        adds one."""
         ended = replace(self, waits_until_s=None)
         if not has_strikes:
             return ended
@@ -113,7 +113,7 @@ class Attendance:
         return replace(ended, strikes=strikes)
 
     def with_bench(self, fact: ClientBenched) -> "Attendance":
-        """Return the attendance with a client on the bench, where its strikes are forgotten."""
+        """Return the attendance with a client on the bench, and its strikes cleared."""
         strikes = without(self.strikes, [fact.client])
         return replace(
             self, strikes=strikes, benched={**self.benched, fact.client: fact.until_round}
@@ -121,7 +121,7 @@ class Attendance:
 
 
 def without(values: Mapping[int, T], clients: Iterable[int]) -> Mapping[int, T]:
-    """Return a mapping without some clients; the same one where it has none of them."""
+    """Return a mapping without some clients; this very mapping if it has none of them."""
     gone = values.keys() & set(clients)
     if not gone:
         return values
@@ -133,48 +133,48 @@ def without(values: Mapping[int, T], clients: Iterable[int]) -> Mapping[int, T]:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A client that its round was closed without, and that continues to train."""
+    """A client that trains on for a round that was closed without it."""
 
     round_num: int
-    """The round that it trains for."""
+    """The round for which the client trains."""
     base: Base
-    """The state that it trains from."""
+    """The state from which the client trains."""
     member: Member
     membership: int
-    """Membership of its assignment."""
+    """Membership of the client's assignment."""
     num_lr_reductions: int = 0
-    """See RunSegment; before the round that it trains for."""
+    """See RunSegment; the number before the round that the client trains for."""
     update: UpdateReceived | None = None
-    """Set once it has arrived: it enters the round that closes next."""
+    """The update, once it has arrived, for the round that closes next."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwedEvaluation:
-    """The evaluation of a committed state, until its metrics are entered."""
+    """The evaluation of a committed state, kept until its metrics are journaled."""
 
     base: Base
     clients: tuple[int, ...] | None = None
     """The clients that evaluate the state on their own rows; None: the helper does."""
     states: Mapping[int, KeptState] = field(default_factory=dict)
-    """The states that the clients had kept when it was committed, by client."""
+    """The states that clients had kept when the evaluated state was committed, keyed by client."""
     answers: Mapping[int, ClientEvaluated] = field(default_factory=dict)
     merges: tuple[MetricsMerged, ...] = ()
     """The outcomes of merging the states of metrics, the newest last."""
 
     @property
     def left(self) -> list[int]:
-        """The clients that have not answered."""
+        """Return the clients that have not answered."""
         return [client for client in self.clients or () if client not in self.answers]
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The work that lost workers had to do, since the last commit."""
+    """The tasks that lost workers had, since the last commit."""
 
     taken: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
     """The tasks that were taken from each worker."""
     deaths: Mapping[str, Deaths] = field(default_factory=dict)
-    """The worker processes that ended while they had a task to do, by task."""
+    """The worker processes that died while they had a task, keyed by task."""
 
     def with_taken(self, member: Member, task: str) -> "Losses":
         """Return the losses with one more task that was taken from a worker."""
@@ -185,7 +185,7 @@ class Losses:
         return replace(self, deaths={t: d for t, d in self.deaths.items() if t not in tasks})
 
     def hopeless(self, task: str) -> Deaths | None:
-        """Return the deaths of a task that has ended too many processes; None for any other."""
+        """Return the deaths of a task if they are too many for it to be tried again; else None."""
         deaths = self.deaths.get(task)
         return deaths if deaths is not None and deaths.are_too_many else None
 
@@ -202,38 +202,38 @@ class Open:
     selected: tuple[int, ...] = ()
     """The clients of the round; a private one may have none."""
     num_needed: int | None = None
-    """Number of updates with which the round closes; None: not before all have answered."""
+    """The number of updates with which the round closes; None: all clients must answer."""
     deadline_s: float | None = None
     excused: tuple[Excused, ...] = ()
     """The clients that could not be asked to take part."""
     assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
-    """Client -> (worker, membership of the assignment)."""
+    """The worker of each client, and the membership of its assignment."""
     holders: frozenset[Member] = frozenset()
     """The workers that have clients left to train."""
     num_unassigned: int = 0
-    """Selected clients that wait for a worker."""
+    """The number of selected clients that wait for a worker."""
     updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
     rejected: Mapping[int, UpdateRejected] = field(default_factory=dict)
     is_waiting: bool = False
-    """The round has too few updates, and does not close before there are enough."""
+    """True if the round has too few updates, and does not close before there are enough."""
     asks_again_s: float | None = None
-    """Leader-clock time at which a round that waits asks the sites again that have refused."""
+    """Leader-clock time at which a waiting round asks the sites again that have refused."""
     tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
-    """The workers on which a client has failed in this round, and is not asked again."""
+    """The workers on which each client has failed in this round, and is not tried again."""
     secure: SecureSetup = field(default_factory=SecureSetup)
     """The keys and shares that the clients have exchanged, with secure aggregation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A round whose updates are chosen and become the next state."""
+    """A round whose updates are fixed and become the next state."""
 
     clients: Open
     """The round as it was when it closed."""
     accepted: tuple[Accepted, ...]
     """The updates; a private round may have none."""
     weights: tuple[float, ...] = ()
-    """The weights of the updates; empty before they are judged, and where they are not."""
+    """The weights of the updates; empty until they are judged, or if they are not."""
 
 
 NOBODY = Open()
@@ -241,12 +241,12 @@ NOBODY = Open()
 
 @dataclass(frozen=True, slots=True)
 class Federation:
-    """The run value: the global state, the round that follows it, and the work of each worker."""
+    """The run value of a federation: the global state, the round after it, and workers' tasks."""
 
     party: Party
     membership: int = 0
     helper: tuple[Member, ...] = ()
-    """The worker that builds and evaluates; where clients evaluate, the workers of all of them."""
+    """The worker that builds and evaluates; if clients evaluate, the workers of all clients."""
     fingerprint: str = ""
     roster: tuple[ClientBinding, ...] = ()
     num_rows: Mapping[str, int] = field(default_factory=dict)
@@ -256,47 +256,47 @@ class Federation:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
     trained: Mapping[str, float] = field(default_factory=dict)
-    """Training metrics of the newest round that was closed; see evaluation.py."""
+    """Training metrics of the newest closed round; see evaluation.py."""
     round: Waiting | Open | Closed = field(default_factory=Waiting)
     """The round after the committed state."""
     losses: Losses = field(default_factory=Losses)
     late: Mapping[int, Late] = field(default_factory=dict)
-    """Late clients, by client; empty where late updates are refused."""
+    """Late clients, keyed by client; empty if late updates are refused."""
     ledger: PrivacyLedger | None = None
-    """The privacy spent by a run whose clients are protected."""
+    """The privacy budget of a run that protects clients; None if it does not."""
     rows: RowLedger | None = None
-    """The privacy spent by each client of a run whose rows are protected."""
+    """The privacy budgets of the clients of a run that protects rows; None if it does not."""
     client_states: ClientStates | None = None
-    """The states that clients keep between rounds; None where they keep nothing."""
+    """The private states of clients; None if clients have none."""
     rejections: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    """Client -> (number of closed rounds that have rejected it, reason of the newest of them)."""
+    """(number of closed rounds that have rejected a client, newest reason), keyed by client."""
     attendance: Attendance = field(default_factory=Attendance)
     evaluations: Mapping[int, OwedEvaluation] = field(default_factory=dict)
-    """The evaluations that are still owed, by round."""
+    """The evaluations that are still owed, keyed by round."""
     took_part: Mapping[int, int] = field(default_factory=dict)
-    """Client -> the newest round that has its update, where clients evaluate."""
+    """The newest round with an update of each client, if clients evaluate."""
     unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)
-    """The workers that cannot build the model, where each has rows of its own."""
+    """The failed builds, keyed by worker; these workers do not build again."""
 
     @property
     def round_num(self) -> int:
-        """The number of the round, from 1; 0 until the model is built."""
+        """Return the number of the round, from 1; 0 until the model is built."""
         return 0 if self.committed is None else self.committed.segment + 1
 
     @property
     def clients(self) -> Open:
-        """The clients of the round, open or closed; none before they are selected."""
+        """Return the clients of the round, open or closed; none before they are selected."""
         if isinstance(self.round, Closed):
             return self.round.clients
         return self.round if isinstance(self.round, Open) else NOBODY
 
     @property
     def accepted(self) -> tuple[Accepted, ...]:
-        """The updates that the round was closed with; none before."""
+        """Return the updates with which the round was closed; none before."""
         return self.round.accepted if isinstance(self.round, Closed) else ()
 
     def kept_rounds(self, client: int) -> tuple[int, ...]:
-        """Return the rounds whose states a client must still have while it trains."""
+        """Return the rounds whose private states a client must still have while it trains."""
         newest = self.client_states.newest if self.client_states else {}
         states = [newest.get(client)]
         states += [owed.states.get(client) for owed in self.evaluations.values()]
@@ -309,8 +309,8 @@ class Federation:
         return gone - clients.updates.keys() - clients.rejected.keys()
 
     def unanswered(self) -> Iterator[int]:
-        """Return the selected clients of which there is neither an update nor a rejection, and that
-        have not left."""
+        """Return the selected clients that have neither answered, with an update or a rejection,
+        nor left."""
         clients, left = self.clients, self.attendance.left
         answered = (clients.updates, clients.rejected)
         return (
@@ -319,8 +319,8 @@ class Federation:
 
 
 MAX_CLIENTS_AHEAD = 4
-"""Clients of one worker that are due at once: one trains while the updates of the others come in.
-It bounds what the worker keeps, and the work that every fact makes with thousands of clients."""
+"""The most clients of one worker that are due at once: one trains while updates of others come in.
+Bounds the worker's storage, and the work per fact with thousands of clients."""
 
 
 def spec_of(job: JobSpec) -> Federated:
@@ -329,12 +329,12 @@ def spec_of(job: JobSpec) -> Federated:
 
 
 def has_simulated_states(job: JobSpec) -> bool:
-    """Return True when what clients keep lies in the store: any worker may play any of them."""
+    """Return True if client states are in the store, so that any worker may train any client."""
     return spec_of(job).options.has_client_state and job.data.worker_local is None
 
 
 def with_clients(value: Federation, clients: Open) -> Federation:
-    """Return the run with other clients in its round; one that waits has none."""
+    """Return the run with the round's clients replaced; a round that is not open yet has none."""
     match value.round:
         case Closed() as closed:
             return replace(value, round=replace(closed, clients=clients))
@@ -345,7 +345,7 @@ def with_clients(value: Federation, clients: Open) -> Federation:
 
 
 def reassigned(value: Federation, clients: Open) -> Federation:
-    """Return the run with other clients, and note which workers train them."""
+    """Return the run with the round's clients replaced, noting which workers train them."""
     changed, assigned = with_clients(value, clients), clients.assigned
     todo = list(changed.unanswered())
     holders = frozenset(assigned[c][0] for c in todo if c in assigned)
@@ -355,7 +355,7 @@ def reassigned(value: Federation, clients: Open) -> Federation:
 
 
 def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
-    """Assign other workers to some clients, and note the workers that they were taken from."""
+    """Return the run with workers assigned to some clients, noting their earlier workers."""
     clients, losses = value.clients, value.losses
     moved = {a.client for a in fact.assignments}
     new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
@@ -366,8 +366,8 @@ def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
 
 
 def lacking(value: Federation, is_here: Callable[[Member], bool]) -> list[int]:
-    """Return the clients of the open round that no worker trains now: quickly while there are none,
-    as it is asked with every fact."""
+    """Return the clients of the open round that no worker trains now; fast if there are none, as
+    every fact asks."""
     clients = value.clients
     if not clients.num_unassigned and all(is_here(member) for member in clients.holders):
         return []
@@ -376,7 +376,7 @@ def lacking(value: Federation, is_here: Callable[[Member], bool]) -> list[int]:
 
 
 def due_clients(value: Federation) -> list[int]:
-    """Return the clients to be trained next, in order: a few of each worker."""
+    """Return the clients to train next, in order: a few per worker."""
     clients = value.clients
     num_due = Counter[Member]()
     due = []
@@ -393,13 +393,13 @@ def due_clients(value: Federation) -> list[int]:
 
 
 def evaluates_at_clients(job: JobSpec) -> bool:
-    """Return True when clients evaluate: rows that never leave their worker can be evaluated only
-    there."""
+    """Return True if clients evaluate, because rows that never leave their worker can be evaluated
+    only there."""
     return job.data.worker_local is not None and job.evaluation is not None
 
 
 def with_ledgers(value: Federation, fact: Fact) -> Federation:
-    """Fold a fact into the values that go on from round to round."""
+    """Return the run with a fact folded into the ledgers, which persist from round to round."""
     return replace(
         value,
         ledger=value.ledger and value.ledger.fold(fact),
@@ -409,8 +409,8 @@ def with_ledgers(value: Federation, fact: Fact) -> Federation:
 
 
 def with_selection(value: Federation, fact: ClientsSelected) -> Federation:
-    """Open the round, or let further clients take part in it. Late clients that are selected again
-    train for it."""
+    """Return the run with the round open, or extended by clients. Late clients that are selected
+    again train for this round."""
     clients = replace(
         value.clients,
         selected=fact.clients,
@@ -428,7 +428,7 @@ def with_selection(value: Federation, fact: ClientsSelected) -> Federation:
 def with_exchange(
     job: JobSpec, value: Federation, fact: KeysPosted | SharesRouted, now_s: float
 ) -> Federation:
-    """Fold the keys or shares that clients have exchanged; once shares are routed they train."""
+    """Return the run with exchanged keys or shares; once shares are routed, clients train."""
     rejected = {**value.clients.rejected, **ledgers.rejections(fact)}
     clients = replace(value.clients, rejected=rejected, secure=value.clients.secure.fold(fact))
     if isinstance(fact, SharesRouted):
@@ -437,7 +437,7 @@ def with_exchange(
 
 
 def with_reply(value: Federation, fact: UpdateReceived | UpdateRejected) -> Federation:
-    """Fold the update or the rejection of a client of the round."""
+    """Return the run with the update or the rejection of a client of the round folded in."""
     clients = value.clients
     if isinstance(fact, UpdateRejected):
         rejected = {**clients.rejected, fact.client: fact}
@@ -448,7 +448,7 @@ def with_reply(value: Federation, fact: UpdateReceived | UpdateRejected) -> Fede
 
 
 def with_closing(value: Federation, fact: RoundClosed) -> Federation:
-    """Close the round."""
+    """Return the run with its round closed."""
     return replace(
         value,
         round=Closed(value.clients, fact.accepted),
@@ -458,7 +458,7 @@ def with_closing(value: Federation, fact: RoundClosed) -> Federation:
 
 
 def with_waiting(value: Federation, fact: RoundWaits) -> Federation:
-    """Lift the deadline, and give some of the clients that have failed another chance."""
+    """Return the run without a deadline, and with some failed clients to be asked again."""
     clients, again = value.clients, set(fact.asked_again)
     tried = {
         client: clients.tried.get(client, frozenset()) | {clients.assigned[client][0]}
@@ -479,8 +479,8 @@ def with_waiting(value: Federation, fact: RoundWaits) -> Federation:
 
 
 def again_after_resumption(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Restart the open round after a resumption: workers have forgotten the run, clients that have
-    failed are asked again, and the round has its whole time."""
+    """Return the run with its open round restarted after a resumption: workers have forgotten the
+    run, failed clients are asked again, and the deadline begins anew."""
     is_secure = spec_of(job).options.secure_aggregation is not None
     if is_secure and not isinstance(value.round, Waiting):
         # The workers have forgotten the secrets of the run.
@@ -500,7 +500,7 @@ def again_after_resumption(job: JobSpec, value: Federation, now_s: float) -> Fed
 
 
 def again_with_new_keys(job: JobSpec, value: Federation, attempt: int, now_s: float) -> Federation:
-    """Restart the round, whose masked updates cannot be unmasked any more."""
+    """Return the run with its secure round restarted, whose updates cannot be unmasked any more."""
     again = replace(
         value.clients,
         secure=SecureSetup(attempt),
@@ -512,20 +512,20 @@ def again_with_new_keys(job: JobSpec, value: Federation, attempt: int, now_s: fl
 
 
 def deadline_of(job: JobSpec, now_s: float) -> float | None:
-    """Return the time at which a round that is opened now closes with the updates it has; None:
+    """Return the time at which a round opened now closes with the updates that it has; None:
     never."""
     time_s = spec_of(job).options.round_deadline_s
     return None if time_s is None else now_s + time_s
 
 
 def task_of(client: int) -> str:
-    """Return the task of a client in a round, as the key of its deaths."""
+    """Return the task of a client in a round, by which its deaths are keyed."""
     return f"client {client}"
 
 
 def _counted(value: Federation, update: UpdateReceived) -> Mapping[str, float]:
-    """Return the training metrics with the skipped steps of an update that was journaled by a
-    version that counted them when it came."""
+    """Return the training metrics with the skipped steps of an update from an older version, which
+    counted them on arrival."""
     if update.num_steps or SKIPPED_STEPS not in update.metrics:
         return value.trained
     num_skipped = value.trained.get(SKIPPED_STEPS, 0) + update.metrics[SKIPPED_STEPS]
@@ -533,7 +533,7 @@ def _counted(value: Federation, update: UpdateReceived) -> Mapping[str, float]:
 
 
 def after_commit(job: JobSpec, value: Federation, fact: SegmentCommitted) -> Federation:
-    """Return the run before its next round, which begins from the state that is committed."""
+    """Return the run before its next round, which begins from the state that was committed."""
     base = Base(fact.segment, fact.step, fact.digest, average=fact.average)
     has_strikes = spec_of(job).options.strikes is not None
     evaluations, states, evaluators = value.evaluations, value.client_states, None

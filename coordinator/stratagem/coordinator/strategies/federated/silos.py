@@ -1,9 +1,9 @@
 """Run federated averaging over silos: each client is a party of several workers that train
 together.
 
-Between the opening of a round and its closing each selected client is a party that trains the
-global state on the client's rows under the inner strategy; its commit becomes its update.
-Gradients stay inside a silo, and only models leave it.
+While a round is open, each selected client is a party that trains the global state on the client's
+rows under the inner strategy; its commit becomes its update. Gradients stay inside a silo, and only
+models leave it.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,35 +66,35 @@ from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 
 @dataclass(frozen=True, slots=True)
 class PartiesRun:
-    """The run value: the rounds, and the parties of the clients that have taken part so far."""
+    """The run value if clients are parties: the rounds, and the parties begun so far."""
 
     rounds: Federation
     strategies: Strategies
-    """The table that the clients' strategy is taken from."""
+    """The available strategies, of which the clients use one."""
     clients: Mapping[int, Child]
     failures: Mapping[int, PartyFailed] = field(default_factory=dict)
-    """Failures by client, in the open round; each becomes the rejection of its client alone."""
+    """Failures in the open round, keyed by client; each becomes the client's rejection."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartyKind:
-    """The differences between one kind of clients that are parties and another."""
+    """The rules of one kind of clients that are parties: silos, or regions."""
 
     noun: str
-    """The word for a client."""
+    """The word for such a client in sentences."""
     has_trained: Callable[[Child], bool]
-    """(party): True once the party has done its part of the round."""
+    """(party): True if the party has done its part of the round."""
     opened: Callable[[JobSpec, PartiesRun, int], Child]
-    """(job, value, client): its party at the opening of a round that it was selected for."""
+    """(job, value, client): the client's party as a round opens that has selected the client."""
     why_rejected: Callable[[PartyFailed], tuple[Cause, str]]
-    """(fact): cause and reason of the rejection of a client whose party has failed."""
+    """(fact): the cause and the reason with which a client is rejected whose party has failed."""
     folded: Callable[[JobSpec, PartiesRun, int, Child, Fact], Child] = (
         lambda _job, _value, _client, party, _fact: party
     )
-    """(job, value, client, party, fact): the party after a fact that is folded into it already."""
+    """(job, value, client, party, fact): the party after a fact, which it has folded in already."""
 
     def transition(self, job: JobSpec, value: PartiesRun, fact: Fact, now_s: float) -> PartiesRun:
-        """Fold one fact: of the rounds, or of a client's party."""
+        """Return the run with one fact folded in: of the rounds, or of a client's party."""
         for client, child in value.clients.items():
             if nested.is_of(child, fact):
                 if isinstance(fact, PartyFailed):
@@ -112,7 +112,7 @@ class PartyKind:
         return value
 
     def reject_reason(self, job: JobSpec, value: PartiesRun, fact: Fact) -> str:
-        """Return the reason why a reported fact is stale; "" when it is welcome."""
+        """Return the reason why a reported fact is stale; "" if it is expected."""
         for client, child in value.clients.items():
             if nested.is_of(child, fact):
                 if client not in self.in_training(value):
@@ -122,7 +122,7 @@ class PartyKind:
         return federated.reject_reason(job, value.rounds, fact)
 
     def failed(self, value: PartiesRun) -> UpdateRejected | None:
-        """Return the rejection of the first client whose party has failed."""
+        """Return the rejection of the first client whose party has failed; None if none has."""
         for client in unanswered(value):
             if (fact := value.failures.get(client)) is not None:
                 cause, reason = self.why_rejected(fact)
@@ -146,7 +146,7 @@ class PartyKind:
         pending: Callable[[RunId, JobSpec, PartiesRun, int | None], frozenset[Effect]],
         status: Callable[[JobSpec, PartiesRun, World], Status],
     ) -> Strategy:
-        """Return the strategy of these parties, with the functions that all kinds share."""
+        """Return the strategy of this kind, from these functions and those all kinds share."""
         return Strategy(
             version=VERSION,
             check=check,
@@ -174,7 +174,7 @@ class PartyKind:
 
 
 def unanswered(value: PartiesRun) -> list[int]:
-    """Return the clients of the open round without an update."""
+    """Return the clients of the open round that have neither answered nor left."""
     return list(value.rounds.unanswered()) if isinstance(value.rounds.round, Open) else []
 
 
@@ -187,14 +187,14 @@ def party_of(value: PartiesRun, client: int) -> Party:
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Refuse options that a silo cannot have, and an inner strategy that cannot run."""
+    """Return violations: options that a silo cannot have, an inner strategy that cannot run."""
     violations = [*found_in(SILOS, job)]
     return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 
 
 def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int = 0) -> JobSpec:
-    """Return the job of a client in a round: its own rows, with a fresh optimizer and its own
-    order. num_lr_reductions: how often a plateau has lowered the rates before the round."""
+    """Return the job of a client in a round: its own rows and order, with a fresh optimizer.
+    num_lr_reductions: how often a plateau has lowered the rates before the round."""
     spec = spec_of(job)
     epochs = spec.options.local_epochs
     partition = job.document().get("partition") or {"method": "contiguous"}
@@ -221,7 +221,7 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
 
 
 def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) -> JSON:
-    """Return an optimizer with the rates that a plateau has left, in place of it."""
+    """Return an optimizer section with the rates as a plateau has lowered them, and no plateau."""
     groups = spec.groups and tuple(
         group.with_changes(**_lower(group, plateau, num_reductions)) for group in spec.groups
     )
@@ -232,7 +232,7 @@ def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) ->
 def _lower(
     spec: UpdateRuleSpec | GroupSpec, plateau: ScheduleSpec, num_reductions: int
 ) -> dict[str, object]:
-    """Return the rates of one section that a plateau has left, by field."""
+    """Return one section's learning rates as a plateau has lowered them, keyed by field."""
     lower: dict[str, object] = {}
     if spec.lr is not None:
         lower["lr"] = plateau.reduced(spec.lr, num_reductions)
@@ -243,8 +243,7 @@ def _lower(
 
 
 def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
-    """Return the next fact of the round; between its opening and its closing, those of the
-    clients."""
+    """Return the next fact of the round; while the round is open, the next fact of the clients."""
     rounds = value.rounds
     if not _has_begun(rounds) and nested.decide(_sample(job, value), world, now_s) is None:
         return None  # nothing is built for silos that have no place
@@ -258,7 +257,7 @@ def _has_begun(rounds: Federation) -> bool:
 
 
 def _sample(job: JobSpec, value: PartiesRun) -> Child:
-    """Return any silo before its first round; all need the same kinds of workers."""
+    """Return some silo before its first round; all silos need the same kinds of workers."""
     return nested.begin(party_of(value, 0), client_job(job, 0, 1), 0, value.strategies)
 
 
@@ -274,14 +273,14 @@ def _of_clients(value: PartiesRun, world: World, now_s: float) -> Fact | None:
 
 
 def _folded(job: JobSpec, value: PartiesRun, client: int, child: Child, fact: Fact) -> Child:
-    """Return a silo that was built, to know the client's rows, with the global state to train."""
+    """Return the silo, with the global state to train if it was just built to count its rows."""
     if isinstance(fact, ModelBuilt) and fact.party == child.party:
         return _based(job, value, client, child)
     return child
 
 
 def _opened(job: JobSpec, value: PartiesRun, client: int) -> Child:
-    """Begin a silo; one that has taken part before, from the new global state."""
+    """Return a silo's party as a round opens; a known silo begins from the new global state."""
     before = value.clients.get(client)
     if before is None:
         party = party_of(value, client)
@@ -303,8 +302,8 @@ def _based(job: JobSpec, value: PartiesRun, client: int, child: Child) -> Child:
 def pending(
     run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that the round needs, with the clients' parties in place of their
-    training."""
+    """Return the effects that the round needs, with the effects of the clients' parties in place of
+    their training."""
     of_rounds = due.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
     for child in KIND.in_training(value).values():
@@ -313,7 +312,7 @@ def pending(
 
 
 def _in_its_round(job: JobSpec, value: PartiesRun, effect: Effect) -> Effect:
-    """Return an effect of a client; a segment with the round that it belongs to."""
+    """Return an effect of a client; a segment with the number of its round."""
     if not isinstance(effect, RunSegment):
         return effect
     before, num_rounds = value.rounds.round_num - 1, spec_of(job).rounds
@@ -321,7 +320,7 @@ def _in_its_round(job: JobSpec, value: PartiesRun, effect: Effect) -> Effect:
 
 
 def _collecting(run_id: RunId, value: PartiesRun) -> set[Effect]:
-    """Return the collection of the updates of the clients that have trained."""
+    """Return the effects that collect the updates of the clients that have trained."""
     rounds, effects = value.rounds, set[Effect]()
     for client in unanswered(value):
         progress = nested.progress(value.clients[client])
@@ -348,7 +347,7 @@ def _collecting(run_id: RunId, value: PartiesRun) -> set[Effect]:
 
 
 def _has_trained(child: Child) -> bool:
-    """Return True when a silo has trained; a new one is built first (horizon 0)."""
+    """Return True if a silo has trained; a new silo, whose horizon is 0, is built first."""
     return child.horizon != 0 and nested.is_at_horizon(child)
 
 

@@ -111,7 +111,7 @@ from stratagem.coordinator.strategies.schedule import is_evaluated
 
 
 def decide(job: JobSpec, value: Federation, world: World, now_s: float) -> Fact | None:
-    """Return the next fact of the round that the state calls for."""
+    """Return the next fact of the run that follows from its state and the present workers."""
     return decide_round(job, value, world, now_s, lambda workers: assign(job, value, workers))
 
 
@@ -122,7 +122,7 @@ def decide_round(
     now_s: float,
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
-    """Return the next fact of the round; `train` decides about its clients while it is open."""
+    """Return the next fact of the run; `train` decides about the clients while a round is open."""
     fact = _decided(job, value, world, now_s, train)
     if (
         isinstance(fact, RunFailed)
@@ -171,8 +171,8 @@ def _decided(
 def _gathered(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return True when enough workers are here for the build, and the fact that follows where they
-    are not."""
+    """Return True if enough workers are here for the build; if not, also the fact that follows, if
+    any."""
     if value.committed is not None or value.helper:
         return True, None
     if open_roster.roster_of(job) is not None:
@@ -183,8 +183,8 @@ def _gathered(
 def _next_round(
     job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
-    """Open the next round, or end the run where the evaluations say so; None while an evaluation
-    that decides about it is missing, or clients are."""
+    """Return the opening of the next round, or the end of the run if the evaluations call for it;
+    None while a decisive evaluation, or clients, are missing."""
     if is_evaluated_first(job, value):
         return None
     if ended := stopped_early(job, value) or bench(job, value):
@@ -197,7 +197,7 @@ def _next_round(
 
 
 def transition(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
-    """Fold one fact."""
+    """Return the run with one fact folded in."""
     value = with_ledgers(value, fact)
     if closing.is_late(value, fact):
         return closing.with_late(value, fact)
@@ -229,7 +229,7 @@ def transition(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Fed
 
 
 def _in_round(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
-    """Fold a fact of the round, from its opening to its commit."""
+    """Return the run with a fact of the round, from its opening to its commit, folded in."""
     match fact:
         case ClientsSelected():
             return open_roster.awaiting_all(job, with_selection(value, fact), now_s)
@@ -259,7 +259,7 @@ def _in_round(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Fede
 
 
 def reject_reason(_job: JobSpec, value: Federation, fact: Fact) -> str:
-    """Return the reason why a reported fact is stale or late; "" when it is welcome."""
+    """Return the reason why a reported fact is stale or late; "" if it is expected."""
     match fact:
         case UpdateReceived() | UpdateRejected():
             return _why_unwelcome(value, fact)
@@ -278,7 +278,7 @@ def reject_reason(_job: JobSpec, value: Federation, fact: Fact) -> str:
 
 
 def _is_due(value: Federation, fact: Fact) -> tuple[bool, str]:
-    """Return True when the run waits for a fact, and the reason for a refusal."""
+    """Return True if the run waits for a fact, and the reason to refuse the fact if it does not."""
     current, number = value.round, value.round_num
     match fact:
         case ModelBuilt() | BuildFailed():
@@ -321,7 +321,7 @@ def _is_evaluation_due(
 
 
 def begun(job: JobSpec, party: Party) -> Federation:
-    """Return the value of a run before its first fact."""
+    """Return the run value before any fact."""
     states = None
     if spec_of(job).options.has_client_state:
         are_summed = spec_of(job).options.control is not None
@@ -331,8 +331,8 @@ def begun(job: JobSpec, party: Party) -> Federation:
 
 
 def own_deadline(value: Federation) -> float | None:
-    """Return the time at which the round closes or the patience with clients ends, whichever is
-    earlier."""
+    """Return the earliest time at which the round closes, sites are asked again, or the wait for
+    clients ends."""
     times = [open_roster.deadline(value)]
     if isinstance(value.round, Open):
         times += [value.round.deadline_s, value.round.asks_again_s]
@@ -340,13 +340,13 @@ def own_deadline(value: Federation) -> float | None:
 
 
 def deaths(value: Federation, member: Member) -> tuple[ProcessDied, ...]:
-    """Return the death of a worker process for all that it had to do in this round."""
+    """Return the death of a worker process, to be counted for all its tasks in this round."""
     return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
 
 
 def blobs(value: Federation) -> frozenset[Digest]:
-    """Return the global state with those of the server optimizer and of simulated clients, and the
-    states that wait for an evaluation, also while no worker can do it or the run is stopped."""
+    """Return the states to keep: the global state, those of the server optimizer and of simulated
+    clients, and those that wait for an evaluation, even while no worker can do it."""
     needed = {*value.server_state} if value.committed else set()
     bases = [value.committed] if value.committed else []
     for owed in value.evaluations.values():
@@ -375,7 +375,7 @@ def progress(value: Federation) -> NestedProgress:
 
 
 def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, int]) -> Federation:
-    """Begin the next round from the given state; a server optimizer starts afresh."""
+    """Return the federation, set to a given state; its server optimizer starts afresh."""
     return replace(
         Federation(value.party),
         membership=value.membership + 1,
@@ -394,8 +394,8 @@ def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, 
 def returned(
     job: JobSpec, value: Federation, base: Base, metrics: Mapping[str, float]
 ) -> Federation:
-    """Go back to an earlier commit with its metrics, such as the steps skipped up to it. The
-    evaluations up to it are still owed: they may come some rounds after what they evaluate."""
+    """Return the federation to an earlier commit, with the commit's metrics. Evaluations up to that
+    commit are still owed, as they may come some rounds later."""
     segment, course = base.segment, course_of(metrics)
     evaluated = {name: n for name, n in metrics.items() if is_evaluated(job, name)} | course
     return replace(
@@ -408,7 +408,7 @@ def returned(
 
 
 def _why_unwelcome(value: Federation, fact: UpdateReceived | UpdateRejected) -> str:
-    """Return the reason why the answer of a client is stale; "" when it is welcome."""
+    """Return the reason why the answer of a client is stale; "" if it is expected."""
     clients, round_num, client = value.clients, fact.round_num, fact.client
     if closing.is_late(value, fact):
         has_answered = value.late[client].update is not None
@@ -439,4 +439,4 @@ STRATEGY = Strategy(
     own_blobs=blobs,
     nesting=Nesting(progress, rebase, returned),
 )
-"""Clients never exchange tensors with each other."""
+"""The strategy of federated averaging; clients never exchange tensors with each other."""

@@ -1,1 +1,1 @@
-"""Population-based training has members that copy each other and vary hyperparameters."""
+"""Population-based training has members that copy better ones (donors) and vary hyperparameters."""

@@ -44,14 +44,14 @@ Draw = Callable[[Plain], JSON]
 
 
 def stream(seed: int, member: int, generation: int) -> Random:
-    """Return the random numbers of one member in one generation; generation 0 draws the first
+    """Return the random generator of a member for a generation; generation 0 is for the first
     values."""
     key = hashlib.sha256(f"population/{seed}/{member}/{generation}".encode()).digest()
     return Random(int.from_bytes(key[:8]))
 
 
 def donors(exploit: ExploitStrategy, scores: Scores, streams: Sequence[Random]) -> dict[int, int]:
-    """Return member -> the member that it copies, for those that copy."""
+    """Return the donor of each member that copies another one, keyed by member."""
     match exploit:
         case Truncation(fraction=fraction):
             return _truncation(scores, fraction, streams)
@@ -62,7 +62,7 @@ def donors(exploit: ExploitStrategy, scores: Scores, streams: Sequence[Random]) 
 
 
 def _truncation(scores: Scores, fraction: float, streams: Sequence[Random]) -> dict[int, int]:
-    """Each of the k worst, and each invalid one, copies a uniformly drawn one of the k best."""
+    """Return donors: the k worst and all invalid members each copy a random one of the k best."""
     num = len(scores)
     k = min(math.ceil(num * fraction - 1e-9), num // 2)
     ranked = sorted(range(num), key=lambda m: (rank(scores[m]), -m), reverse=True)
@@ -74,7 +74,8 @@ def _truncation(scores: Scores, fraction: float, streams: Sequence[Random]) -> d
 
 
 def _binary(scores: Scores, threshold: float, streams: Sequence[Random]) -> dict[int, int]:
-    """Each member draws another one and copies it when it is better by more than the threshold."""
+    """Return donors: each member picks another one at random, and copies it if its score is better
+    by more than the threshold."""
     copies = {}
     for member, score in enumerate(scores):
         others = [other for other in range(len(scores)) if other != member]
@@ -88,7 +89,7 @@ def _binary(scores: Scores, threshold: float, streams: Sequence[Random]) -> dict
 
 
 def rank(score: float | None) -> float:
-    """Return the place of a score in an order: an invalid one is below all others."""
+    """Return the sort key of a score: an invalid score is below all others."""
     return -math.inf if score is None else score
 
 
@@ -99,7 +100,7 @@ def explored(
     rng: Random,
     kept: Set[str] = frozenset(),
 ) -> dict[str, JSON]:
-    """Return copied hyperparameters, varied but for those that are kept."""
+    """Return copied hyperparameters, varied except for those that are kept."""
 
     def value_of(dim: Plain) -> JSON:
         varied = _varied(explore, dim, params, rng)  # which takes its place in the stream
@@ -119,22 +120,22 @@ def _varied(explore: ExploreStrategy, dim: Plain, params: Params, rng: Random) -
 
 
 def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
-    """Draw hyperparameters from the search space; a conditional one only where its parent allows
+    """Sample hyperparameters from the search space; a conditional one only if its parent allows
     it."""
     return _assemble(space, lambda dimension: _drawn(dimension, rng))
 
 
 def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
-    """Ask for a value of every dimension, in order, so that each has its own place in the
-    stream."""
+    """Return hyperparameters, asking for a value of every dimension, in order, so that each has its
+    own place in the random stream."""
     return active_values(
         space, {_name(dimension): value_of(plain(dimension)) for dimension in space.dimensions}
     )
 
 
 def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
-    """Return, from one value for each dimension, those whose conditions are met, and what is
-    frozen."""
+    """Return the frozen values, and those of the given values, one per dimension, whose conditions
+    are met."""
     conditions = {
         dimension.name: dimension
         for dimension in space.dimensions
@@ -177,7 +178,7 @@ def _drawn(dimension: Plain, rng: Random) -> JSON:
 
 
 def on_scale(low: float, high: float, scale: Scale, share: float) -> float:
-    """Return the point a share of the way from low to high."""
+    """Return the point at a fraction (`share`) of the way from low to high on a scale."""
     match scale:
         case Scale.LINEAR:
             value = low + (high - low) * share
@@ -238,22 +239,22 @@ _SHARES: Final = (1 / 64, 63 / 64)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A member's job with another value of one hyperparameter."""
+    """A variant of a member's job, in which one hyperparameter has another value."""
 
     name: str
     fields: Mapping[str, JSON]
-    """The fields that differ, by dotted path; None: the field is not there."""
+    """The fields that differ, keyed by dotted path; None: the field is absent."""
 
 
 def known_structure(space: SearchSpace) -> frozenset[str]:
-    """Return the hyperparameters that are structural whatever the model is."""
+    """Return the hyperparameters that are structural for any model."""
     dimensions = map(plain, space.dimensions)
     named = (dim.name for dim in dimensions if dim.options.structural or dim.name in BY_DEFINITION)
     return with_parents(space, frozenset(named))
 
 
 def with_parents(space: SearchSpace, names: frozenset[str]) -> frozenset[str]:
-    """Return the names, and those that decide whether one of these is there at all."""
+    """Return the names, and the names of parents that decide whether these are active."""
     by_name = {dimension.name: dimension for dimension in space.dimensions}
     closure = set(names)
     for dimension in space.dimensions:
@@ -265,10 +266,10 @@ def with_parents(space: SearchSpace, names: frozenset[str]) -> frozenset[str]:
 
 
 def variants(job: JobSpec, params: Params) -> Iterator[Variant]:
-    """Yield the jobs to build in addition to a member with these hyperparameters, to find which are
-    structural.
+    """Yield the variants to build, besides a member with these hyperparameters, to find out which
+    ones are structural.
 
-    job: of the population.
+    job: the job of the population.
     """
     space = job.search_space
     assert space is not None
@@ -298,7 +299,7 @@ def _changed(tried: Params, params: Params) -> Iterator[str]:
 
 
 def _given(document: Mapping[str, JSON], path: str) -> JSON:
-    """Return the job's own value at a dotted path; None where it has none."""
+    """Return the job's own value at a dotted path; None if it has none."""
     *parents, last = path.split(".")
     place: JSON = dict(document)
     for key in parents:
@@ -310,7 +311,7 @@ def _given(document: Mapping[str, JSON], path: str) -> JSON:
 
 
 def values_of(dimension: Plain) -> Iterator[JSON]:
-    """Yield some values that are as far apart as they can be."""
+    """Yield some values of a dimension that are as far apart as possible."""
     match dimension:
         case Float(low=low, high=high, scale=scale):
             yield from (on_scale(low, high, scale, share) for share in _SHARES)
@@ -323,7 +324,7 @@ def values_of(dimension: Plain) -> Iterator[JSON]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return positions of a row of `count`, its two ends among them, and not more than `most`."""
+    """Return at most `most` indexes of `count` items, evenly spread, both ends included."""
     if count <= most:
         return list(range(count))
     return sorted({at * (count - 1) // (most - 1) for at in range(most)})

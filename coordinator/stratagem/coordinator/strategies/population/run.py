@@ -55,7 +55,7 @@ _NUMBER: Final = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class FailureKind:
-    """Failures that differ in nothing but numbers, by the first of them."""
+    """Failures whose reasons differ only in numbers, with the reason of the first one."""
 
     pattern: str
     reason: str
@@ -64,8 +64,8 @@ class FailureKind:
     members: frozenset[int]
 
     def text(self, population_size: int) -> str:
-        """Return the reason, and how many members share it; with half of them it seems to be the
-        job's."""
+        """Return the reason and the number of members that share it; if half of them do, also say
+        that the job seems to be at fault."""
         alike = len(self.members)
         if alike == 1:
             return self.reason
@@ -81,7 +81,7 @@ class Failures:
     kinds: tuple[FailureKind, ...] = ()
 
     def with_one(self, member: int, failed: PartyFailed) -> "Failures":
-        """Return the failures with one more; of a new kind only where there are not too many."""
+        """Return the failures with one more; a new kind is added only up to a limit."""
         pattern, kinds = _NUMBER.sub("#", failed.reason), list(self.kinds)
         at = next((i for i, kind in enumerate(kinds) if kind.pattern == pattern), None)
         if at is not None:
@@ -92,11 +92,11 @@ class Failures:
         return Failures(self.num_failures + 1, tuple(kinds))
 
     def commonest(self) -> FailureKind | None:
-        """Return the most frequent kind; the first of equals."""
+        """Return the most frequent kind, the first of equals; None if there are none."""
         return max(self.kinds, key=lambda kind: kind.count, default=None)
 
     def text(self, population_size: int) -> str:
-        """Return the number of failures and their commonest reason, for people; "" when there are
+        """Return the number of failures and their commonest reason, for people; "" if there are
         none."""
         kind = self.commonest()
         if kind is None:
@@ -110,36 +110,36 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class MemberRun:
-    """One member: its party, its hyperparameters, and its scores."""
+    """One member of a population: its party, its hyperparameters, and its scores."""
 
     child: Child
     params: Mapping[str, JSON]
     schedule: tuple[Setting, ...]
-    """The settings that its state was trained with, the present ones last; that of a copy begins as
-    that of its donor."""
+    """The settings that its state was trained with, the current ones last; the schedule of a copy
+    begins with that of its donor."""
     generation: int = 1
-    """The generation that it trains now."""
+    """The generation that the member trains now."""
     failure: PartyFailed | None = None
-    """The failure for which it has no score in this generation."""
+    """The failure because of which the member has no score in this generation."""
     scores: tuple[float | None, ...] = ()
-    """Scores of its past generations, higher is better; None: invalid."""
+    """The member's scores in past generations, higher is better; None: invalid."""
     rejected: tuple[RejectedClient, ...] = ()
-    """The clients of a federation that were rejected before it continued from another state."""
+    """Clients of a federation that were rejected before the member went on from another state."""
 
 
 @dataclass(frozen=True, slots=True)
 class PopulationRun:
     party: Party
     strategies: Strategies
-    """The table that the members' strategy is taken from."""
+    """The available strategies, of which the members use one."""
     generation: int = 1
-    """The generation that not all members have closed yet."""
+    """The first generation that is not closed yet."""
     members: tuple[MemberRun, ...] = ()
     structural: frozenset[str] | None = None
-    """Hyperparameters that copies have from their donors; None: see PopulationFormed."""
+    """Hyperparameters that copies take from their donors unchanged; None: see PopulationFormed."""
     failures: Failures = field(default_factory=Failures)
     origins: Mapping[int, Origin] = field(default_factory=dict)
-    """Origins by generation, of those whose commits are kept."""
+    """The origins of the commits that are kept, keyed by generation."""
     best: tuple[float, int] | None = None
     """The best metric of a closed generation (higher is better), and the first that had it."""
 
@@ -163,7 +163,7 @@ def inner_of(job: JobSpec) -> Strategy:
 
 
 def _segments(job: JobSpec) -> int:
-    """Return the segments of one generation: a federated member commits every round."""
+    """Return the number of segments of one generation: a federated member commits every round."""
     return (job.steps_per_generation or 1) if isinstance(inner_of(job), Federated) else 1
 
 
@@ -171,7 +171,7 @@ def _segments(job: JobSpec) -> int:
 
 
 def form(job: JobSpec, value: PopulationRun) -> PopulationFormed:
-    """Draw the first hyperparameters."""
+    """Return the fact that forms the population, with sampled hyperparameters."""
     spec = spec_of(job)
     drawn = [
         draw(space_of(job).in_order(), stream(job.seed, member, 0))
@@ -182,12 +182,12 @@ def form(job: JobSpec, value: PopulationRun) -> PopulationFormed:
 
 
 def is_scored(member: MemberRun) -> bool:
-    """Return True when the member has finished its generation, with a score or with a failure."""
+    """Return True if the member has finished its generation, with a score or with a failure."""
     return member.failure is not None or nested.is_at_horizon(member.child)
 
 
 def score_of(job: JobSpec, member: MemberRun) -> float | None:
-    """Return the member's score in the generation that it has just trained; higher is better."""
+    """Return the member's score in its generation, higher is better; None if it is invalid."""
     evaluation = job.evaluation
     assert evaluation is not None
     if member.failure is not None:
@@ -199,7 +199,8 @@ def score_of(job: JobSpec, member: MemberRun) -> float | None:
 
 
 def close_generation(job: JobSpec, value: PopulationRun) -> GenerationClosed | RunFailed | None:
-    """Return the end of a generation once every member has a score for it, with the copies."""
+    """Return the end of a generation once every member has a score for it, with the copies; the
+    failure of the run if no score is valid; None before."""
     number, spec = value.generation, spec_of(job)
     if spec.options.asynchronous:
         if any(len(member.scores) < number for member in value.members):
@@ -240,7 +241,7 @@ def _evolution(
 
 
 def _copied(job: JobSpec, value: PopulationRun, member: int, donor: int, rng: Random) -> Copied:
-    """Return the newest commit of the donor, which its score is of, for the member to copy."""
+    """Return the fact that a member copies a donor's newest commit, with varied hyperparameters."""
     base = nested.progress(value.members[donor].child).committed
     assert base is not None
     params = _explored(job, value, value.members[donor], rng)
@@ -250,7 +251,7 @@ def _copied(job: JobSpec, value: PopulationRun, member: int, donor: int, rng: Ra
 def _explored(
     job: JobSpec, value: PopulationRun, donor: MemberRun, rng: Random
 ) -> Mapping[str, JSON]:
-    """Return the hyperparameters that a copy of the donor trains with."""
+    """Return the varied hyperparameters with which a copy of the donor trains."""
     explore, space = spec_of(job).explore, space_of(job)
     if value.structural is None:
         return explored(explore, space, donor.params, rng)
@@ -258,7 +259,8 @@ def _explored(
 
 
 def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
-    """Let the first member that has trained its generation continue at once (asynchronous)."""
+    """Return the score and the copy of the first member that has trained its generation, to go on
+    at once (asynchronous); None if there is none."""
     for number, member in enumerate(value.members):
         if len(member.scores) < member.generation and is_scored(member):
             return _evolved(job, value, number)
@@ -266,7 +268,7 @@ def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
 
 
 def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
-    """Return one member's score, and whom it copies: judged by the newest scores of all."""
+    """Return a member's score, and its donor if it copies one, judged by all newest scores."""
     member, spec = value.members[number], spec_of(job)
     score = score_of(job, member)
     scores = [scored.scores[-1] if scored.scores else None for scored in value.members]
@@ -291,8 +293,8 @@ def trained_with(member: MemberRun, step: int) -> tuple[Setting, ...]:
 
 
 def rejected(member: MemberRun) -> tuple[RejectedClient, ...]:
-    """Return the clients that the member's rounds have rejected; after several states, one may
-    occur several times."""
+    """Return the clients that the member's rounds have rejected; a client may occur several
+    times."""
     return (*member.rejected, *nested.progress(member.child).rejected)
 
 
@@ -314,7 +316,7 @@ def _all_failed(value: PopulationRun) -> RunFailed:
 
 
 def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> PopulationRun:
-    """Begin the members."""
+    """Return the population with its members begun."""
     members = tuple(
         MemberRun(
             nested.begin(
@@ -333,7 +335,7 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
 
 
 def add_structural(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
-    """Take in which hyperparameters a member's model has shown to be structural."""
+    """Return the population with hyperparameters that a model has shown to be structural."""
     if value.structural is None or not fact.structural:
         return value
     names = with_parents(space_of(job), value.structural | frozenset(fact.structural))
@@ -341,7 +343,7 @@ def add_structural(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> Popu
 
 
 def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
-    """Begin the next generation; synchronous members have waited for it."""
+    """Return the population in the next generation, which synchronous members begin now."""
     value = with_origin(job, value, fact)
     value = replace(value, generation=fact.generation + 1)
     if spec_of(job).options.asynchronous:
@@ -358,7 +360,7 @@ def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> Popula
 def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
     """Return the population with the origin of the new commit added.
 
-    Of the older origins it keeps those of the commits that are kept: the newest, and the best one.
+    Older origins are dropped, except those of the commits that are kept: the newest, and the best.
     """
     evaluation = job.evaluation
     assert evaluation is not None
@@ -377,14 +379,14 @@ def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> P
 
 
 def evolved(job: JobSpec, value: PopulationRun, fact: MemberEvolved) -> PopulationRun:
-    """Let one member continue alone."""
+    """Return the population after one member has gone on alone."""
     members = list(value.members)
     members[fact.member] = _next(job, value, fact.member, fact.score, fact.copied, _rows(value))
     return replace(value, members=tuple(members))
 
 
 def _rows(value: PopulationRun) -> Mapping[str, int]:
-    """Return the rows of the data, as any member that has built the model knows them."""
+    """Return the number of rows per split, from any member that has built the model."""
     counts = (nested.progress(member.child).num_rows for member in value.members)
     return next((rows for rows in counts if rows), {})
 
@@ -397,7 +399,7 @@ def _next(
     copied: Copied | None,
     rows: Mapping[str, int],
 ) -> MemberRun:
-    """Return the member with its score noted, ready for the next generation if there is one."""
+    """Return the member with its score added, ready for the next generation if there is one."""
     member, segments = value.members[number], _segments(job)
     generation = member.generation
     scored = replace(member, scores=(*member.scores, score))

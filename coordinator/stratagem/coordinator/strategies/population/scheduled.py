@@ -1,9 +1,9 @@
-"""A job whose hyperparameters and seed change by step, as those of a population's winner did.
+"""Train a job whose hyperparameters and seed change by step, as those of a population's winner did.
 
-One party, the run's own, is trained by the job's strategy. Where a setting ends, the party goes on
-from the state that it has just committed, under the job of the next setting: as a member does that
-copies a state. What it trains is the same as that member's, to the bit. This follows from the
-facts of the party; there are none of its own.
+One party, the run's own, is trained by the job's strategy. When a setting ends, the party goes on
+from the state that it has just committed, under the job of the next setting, like a member that
+copies a state. The result is that member's, to the bit. All this follows from the facts of the
+party; the run has no other facts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ _SECTION = "hyperparameter_schedule"
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRun:
-    """The run value: the party, and which setting it trains with."""
+    """The run value: the party, and the index of the setting that it trains with."""
 
     child: Child
     setting: int = 0
@@ -48,7 +48,8 @@ def _schedule(job: JobSpec) -> HyperparameterSchedule:
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Refuse settings that make no job, and those that a state cannot go on under."""
+    """Return the violations of a schedule: settings that make no valid job, or under which a state
+    cannot continue."""
     violations: list[Violation] = []
     first = _schedule(job).settings[0]
     for place, setting in enumerate(_schedule(job).settings):
@@ -78,13 +79,13 @@ def _objections(job: JobSpec, place: int) -> Iterator[Violation]:
 
 
 def begin(job: JobSpec, party: Party, strategies: Strategies) -> ScheduledRun:
-    """Return the run before anything has happened."""
+    """Return the run value before any fact."""
     own = scheduled_job(job, _schedule(job).settings[0])
     return ScheduledRun(nested.begin(party, own, _horizon(job, 0), strategies))
 
 
 def decide(job: JobSpec, value: ScheduledRun, world: World, now_s: float) -> Fact | None:
-    """Return the party's own decision, and the end behind the last setting."""
+    """Return the party's next fact, or the completion of the run after the last setting."""
     if nested.is_at_horizon(value.child):
         committed = nested.progress(value.child).committed
         assert committed is not None
@@ -95,12 +96,12 @@ def decide(job: JobSpec, value: ScheduledRun, world: World, now_s: float) -> Fac
 
 
 def transition(job: JobSpec, value: ScheduledRun, fact: Fact, now_s: float) -> ScheduledRun:
-    """Fold a fact of the party, and let it go on under the next setting where one has ended."""
+    """Return the run with a fact folded in, under the next setting if one has ended."""
     return _advanced(job, replace(value, child=nested.transition(value.child, fact, now_s)))
 
 
 def _advanced(job: JobSpec, value: ScheduledRun) -> ScheduledRun:
-    """Return the run under the next setting, where the one before has ended and is not the last."""
+    """Return the run under the next setting if the current one has ended and is not the last."""
     following = value.setting + 1
     if following == len(_schedule(job).settings) or not nested.is_at_horizon(value.child):
         return value
@@ -117,8 +118,8 @@ def _advanced(job: JobSpec, value: ScheduledRun) -> ScheduledRun:
 def returned(
     job: JobSpec, value: ScheduledRun, base: Base, metrics: Mapping[str, float]
 ) -> ScheduledRun:
-    """Return the run to a commit of its own: under the setting that has trained it, and where that
-    ends with it, on to the next one, as the run itself went on."""
+    """Return the run to a commit of its own, under the setting that has trained it, or under the
+    next one if that setting ends with the commit."""
     horizons = (_horizon(job, place) for place in range(len(_schedule(job).settings)))
     setting = next(place for place, horizon in enumerate(horizons) if base.segment <= horizon)
     own = scheduled_job(job, _schedule(job).settings[setting])
@@ -137,7 +138,7 @@ def status(job: JobSpec, value: ScheduledRun, world: World) -> Status:
 
 
 def _horizon(job: JobSpec, setting: int) -> int:
-    """Return the segment with which a setting ends; the job says that without its rows."""
+    """Return the last segment of a setting, which the job determines without its rows."""
     plain = scheduled_job(job, _schedule(job).settings[setting])
     segments = schedule_of(plain, {"train": 0})
     return 1 + segments.ends().index(_schedule(job).ends(segments.num_steps)[setting])

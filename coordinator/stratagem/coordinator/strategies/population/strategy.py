@@ -87,7 +87,7 @@ from stratagem.coordinator.strategies.population.run import (
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Refuse hyperparameters that the job does not have, and an inner strategy that cannot run."""
+    """Return violations: hyperparameters that the job lacks, an inner strategy that cannot run."""
     violations = [*found_in(MEMBERS, job)]
     if not isinstance(inner_of(job), PopulationBased):  # whose members would have no job
         violations += check_params(job)
@@ -98,7 +98,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fact | None:
-    """Return the next decision of a member; without one, that which follows from the scores."""
+    """Return the next fact of a member or, if there is none, what follows from the scores."""
     if not value.members:
         return form(job, value)
     if value.generation > spec_of(job).generations:
@@ -114,7 +114,7 @@ def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fa
 
 
 def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> PopulationRun:
-    """Fold one fact: the population's own, or one of a member's party."""
+    """Return the population with one fact folded in: its own, or one of a member's party."""
     match fact:
         case PopulationFormed():
             return formed(job, value, fact)
@@ -137,8 +137,8 @@ def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> 
 
 
 def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
-    """Return why a reported fact is stale, as its member decides; a member that has failed takes
-    nothing more in this generation."""
+    """Return the reason why a reported fact is stale, as its member decides; a member that has
+    finished its generation takes no facts. "" if the fact is expected."""
     for member in value.members:
         if nested.is_of(member.child, fact):
             if is_scored(member):
@@ -152,7 +152,7 @@ def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
 def pending(
     run_id: RunId, job: JobSpec, value: PopulationRun, _horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that the members that still train need."""
+    """Return the effects that the members need that still train."""
     looks = value.structural is not None and spec_of(job).generations > 1
     return frozenset(
         replace(effect, params=member.params) if looks and isinstance(effect, Build) else effect
@@ -193,7 +193,7 @@ def status(job: JobSpec, value: PopulationRun, world: World) -> Status:
 
 
 def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
-    """Return the end of the run, with the member whose state is the result, and the failures."""
+    """Return the completion of the run, naming the best member and the failures."""
     number = value.generation - 1
     parts = [f"{counted(number, 'generation')} committed"]
     origin = value.origins[number]
@@ -256,7 +256,7 @@ def counts(job: JobSpec, value: PopulationRun) -> RunCounts:
 
 
 def _score(job: JobSpec, value: PopulationRun, member: int, generation: int) -> float | None:
-    """Return a member's score in a generation as the metric that it is."""
+    """Return a member's score in a generation, with the sign of the metric."""
     score = value.members[member].scores[generation - 1]
     evaluation = job.evaluation
     assert evaluation is not None
@@ -268,7 +268,7 @@ def _loss(value: PopulationRun, member: int) -> float:
 
 
 def _num_copied(job: JobSpec, value: PopulationRun) -> int:
-    """Return the members that began the open generation from another one's state."""
+    """Return the number of members that began the open generation as copies of others."""
     begun_at = (value.generation - 1) * (job.steps_per_generation or 1)
     if begun_at == 0:
         return 0
@@ -332,7 +332,7 @@ def check_params(job: JobSpec) -> list[Violation]:
 
 
 def check_name(job: JobSpec, name: str, section: str) -> Iterator[Violation]:
-    """Yield why a field of the job cannot be another one for a state that goes on."""
+    """Yield a violation if this field of the job cannot vary while the same state trains on."""
     where = f"{section}.{name}"
     if name.startswith(_PREFIXES) or _is_of_a_turn(job, name):
         return
@@ -348,14 +348,14 @@ def check_name(job: JobSpec, name: str, section: str) -> Iterator[Violation]:
 
 
 def _is_of_a_turn(job: JobSpec, name: str) -> bool:
-    """Return True for the name of a number of the optimizer of a turn."""
+    """Return True if the name is an optimizer field of a turn, but not the optimizer's name."""
     paths = tuple(f"turns.{turn.name}.optimizer." for turn in job.turns or ())
     kinds = (".optimizer.name", ".optimizer.entrypoint")
     return name.startswith(paths) and not name.endswith(kinds)
 
 
 def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
-    """Return a violation for an end of a range, or a choice, that a member cannot have."""
+    """Return a violation if a member cannot have one end of a range, or one of the choices."""
     space, name = space_of(job), plain(dimension).name
     needed = _conditions(space, dimension)
     others = draw(space, stream(job.seed, 0, 0))
@@ -371,7 +371,7 @@ def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
 
 
 def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]:
-    """Refuse a keyword that is drawn together with an optimizer which does not take it."""
+    """Yield a violation if a keyword may be sampled with an optimizer that does not take it."""
     space, name = space_of(job), plain(dimension).name
     chosen = next((dim for dim in space.dimensions if plain(dim).name == _OPTIMIZER), None)
     if chosen is None or name == _OPTIMIZER or not name.startswith("optimizer."):
@@ -387,8 +387,8 @@ def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]
 
 
 def _unknown(job: JobSpec, params: Params, name: str) -> str:
-    """Return why the optimizer of a member does not take this keyword; "" when it does, and where
-    what is drawn with it makes no valid job."""
+    """Return the reason why a member's optimizer does not take this keyword; "" if it does, or if
+    the hyperparameters make no valid job."""
     try:
         optimizer = member_job(job, 0, params).optimizer
     except InvalidInputError:
@@ -402,7 +402,7 @@ def _unknown(job: JobSpec, params: Params, name: str) -> str:
 
 
 def _conditions(space: SearchSpace, dimension: Dimension) -> dict[str, JSON]:
-    """Return values of other dimensions under which the dimension is active."""
+    """Return values of the parent dimensions under which the dimension is active."""
     by_name = {dim.name: dim for dim in space.dimensions}
     conditions: dict[str, JSON] = {}
     while isinstance(dimension, Conditional):
@@ -423,7 +423,7 @@ def _extremes(dimension: Plain) -> list[JSON]:
 
 
 def _why_not(job: JobSpec, params: Params) -> str:
-    """Return why a member cannot have these hyperparameters; "" when it can."""
+    """Return the reason why a member cannot have these hyperparameters; "" if it can."""
     try:
         optimizer = member_job(job, 0, params).optimizer
     except InvalidInputError as error:

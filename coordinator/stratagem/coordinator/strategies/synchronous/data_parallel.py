@@ -1,20 +1,20 @@
-"""DataParallel: every global batch is cut into num_replicas logical shards.
+"""DataParallel: every global batch is divided into num_replicas logical shards.
 
 Gradients are summed over the shards in a fixed binary tree and divided once (synchronous SGD as in
-https://arxiv.org/abs/1706.02677, weighted by rows). The sum does not depend on how many workers
-there are: with fewer than num_replicas some compute several shards, with the same bits. So a lost
+https://arxiv.org/abs/1706.02677, weighted by rows). The sum does not depend on the number of
+workers: with fewer than num_replicas some compute several shards, with the same bits. So a lost
 worker is not waited for; the survivors redo the step, and a replacement joins when it comes.
 
 AllReduce moves the gradients between the workers; ParameterServer moves them through the
 coordinator, which only adds them up. Decentralized sums no gradients: each shard is a node with
 parameters of its own, which it averages with its neighbours' after every step (D-PSGD,
 https://arxiv.org/abs/1705.09056). With `local_steps` each shard is a replica with parameters and an
-optimizer of its own, which are joined after so many steps (DiLoCo,
-https://arxiv.org/abs/2311.08105). What a worker holds of its nodes or replicas is the only copy. So
-it is with the residuals of shards where the job's codec keeps any, and with the slices of the
-optimizer's state where each worker keeps one (`partition_state`,
-https://arxiv.org/abs/1910.02054), unless its neighbour keeps it, too (`mirror`,
-https://doi.org/10.1145/3600006.3613145); the rest of the state all workers have.
+optimizer of its own, and the replicas are joined after so many steps (DiLoCo,
+https://arxiv.org/abs/2311.08105). A worker then holds the only copy of its nodes or replicas. It
+also holds the only copy of the residuals of its shards, if the job's codec keeps residuals, and of
+its slice of the optimizer's state with `partition_state` (https://arxiv.org/abs/1910.02054), unless
+its neighbour mirrors the slice (`mirror`, https://doi.org/10.1145/3600006.3613145); all workers
+have the rest of the state.
 """
 
 from collections.abc import Mapping

@@ -63,7 +63,8 @@ from stratagem.coordinator.strategies.synchronous.party import (
 def decide(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World, now_s: float
 ) -> Fact | None:
-    """Return the next fact: a death too many, the end, or other members."""
+    """Return the next fact: the run failed because too many workers died, it is complete or stopped
+    early, or its members changed; None if nothing changed."""
     if run.deaths.are_too_many:
         reason = why(f"segment {run.open_segment}", run.deaths)
         return RunFailed(reason=reason, cause=Cause.CRASHED)
@@ -79,11 +80,11 @@ def decide(
 def _copies_due(
     job: JobSpec, run: PartyRun, world: World, now_s: float
 ) -> UploadDue | SoleCopiesLost | None:
-    """Return the upload, or the loss, of files of the commit that only workers have and that are
-    needed elsewhere.
+    """Return the request to upload, or the loss of, commit files that only workers have and that
+    are needed elsewhere; None if neither is due.
 
-    A worker that is away may come back with its files, and is waited for; one that has left may
-    not. One that was asked may have sent them before: the upload finds out.
+    An absent worker may come back with its files, and is waited for; one that has left will not. A
+    worker that was asked may have sent its files before: the upload finds out.
     """
     if run.committed is None or not needs_upload(job, run):
         return None
@@ -110,8 +111,8 @@ def _copies_due(
 
 
 def deadline(run: PartyRun) -> float | None:
-    """Return the time until which absent workers are waited for that alone have files of the
-    commit."""
+    """Return the time until which absent workers that alone have files of the commit are waited
+    for."""
     return run.awaits_until_s
 
 
@@ -125,7 +126,7 @@ def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
 def members_due(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> MembersFormed | None:
-    """Return other members than the present ones, if there should be."""
+    """Return a new membership if the members should change; None if they should not."""
     placed = (shape.place or _any_workers(shape))(job, run, world)
     members = placed.members
     if members == run.members:
@@ -153,7 +154,7 @@ def _what_follows(
     *,
     are_apart: bool,
 ) -> str:
-    """Return a sentence about the fate of trained steps, where it depends on the members left."""
+    """Return a sentence on what becomes of trained steps with these members, or ""."""
     at = run.committed
     if job.only_evaluates or not run.open_segment or at is None:
         return ""
@@ -166,16 +167,16 @@ def _what_follows(
 
 
 def setback(job: JobSpec, run: PartyRun, shape: SegmentRules) -> str:
-    """Return a sentence about the loss where the present members meet again, as after a failed
-    exchange."""
+    """Return a sentence that says what is lost if the present members meet again, as after a failed
+    exchange; "" if nothing is."""
     if goes_on(run, run.members, shape, are_apart=run.are_apart):
         return ""
     return _what_follows(job, run, run.members, shape, are_apart=run.are_apart)
 
 
 def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Placed]:
-    """Return a placement that keeps the members that are left and adds any that can join, up to one
-    per shard."""
+    """Return a placement function, which keeps the members that are left and adds any workers that
+    can join, up to one per shard."""
 
     def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
         alive = tuple(member for member in run.members if world.holds(member))
@@ -186,8 +187,8 @@ def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Pl
 
 
 def _as_kept(run: PartyRun, members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Return the members in the order in which they have kept replicas, where all those are back:
-    then each goes on with its own."""
+    """Return the members in the order in which they have kept replicas, if all those are back: then
+    each goes on with its own."""
     places = {kept.worker_id: place for place, kept in enumerate(run.kept)}
     if {member.worker_id for member in members} != set(places):
         return members
@@ -211,7 +212,7 @@ def _joining(
 
 
 def _are_apart(members: tuple[Member, ...], world: World) -> bool:
-    """Return True when a member is reached through a tunnel, and so not by the others."""
+    """Return True if a member is reached through a tunnel, and so not by the others."""
     return any(world.workers[member.worker_id].capability.tunnelled for member in members)
 
 
@@ -231,13 +232,13 @@ def _why_reformed(
 
 
 def _has_left(world: World, member: Member) -> bool:
-    """Return True when the member was asked to end, and drains or is gone."""
+    """Return True if the member was asked to end, and is draining or gone."""
     record = world.workers.get(member.worker_id)
     return record is None or (record.member == member and record.is_alive and record.is_draining)
 
 
 def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
-    """Return the same members under a new membership, after their exchange has failed."""
+    """Return the same members under a new membership, after they failed to exchange tensors."""
     return MembersFormed(
         party=party,
         membership=run.membership + 1,
@@ -255,12 +256,12 @@ def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
 
 
 def parties(run: PartyRun) -> Mapping[Party, PartyView]:
-    """Return the party itself as the only one that exchanges tensors."""
+    """Return the only party whose members exchange tensors: this one."""
     return {run.party: PartyView(run.membership, run.members)}
 
 
 def deaths(run: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
-    """Return the death to count for a member that works on the open segment, or did until it was
+    """Return the death to count if the member works on the open segment, or did until it was
     lost."""
     if member not in run.members and member not in run.left:
         return ()
@@ -268,7 +269,7 @@ def deaths(run: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
 
 
 def blobs(run: PartyRun) -> frozenset[Digest]:
-    """Return the states to return to."""
+    """Return the states to which the party may have to return."""
     bases = (run.committed, None if run.whole is None else run.whole.base)
     return frozenset(base.digest for base in bases if base is not None)
 
@@ -308,7 +309,7 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
 def phase_of(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> tuple[RunPhase, str, str]:
-    """Return the phase of the run and that of the party, TRAINING once there is a state, and the
+    """Return the phase of the run, the phase of the party (TRAINING once there is a state), and the
     reason."""
     if not run.members:
         need = f"waiting for {shape.min_members} of {shape.num_shards} workers"
@@ -327,13 +328,13 @@ def phase_of(
 # A synchronous party needs the commit that is due, and the segment to train.
 
 MAX_UNCOMMITTED = 2
-"""Finished segments whose snapshots may wait for their commit; bounds the workers' memory."""
+"""The most finished segments whose snapshots wait for their commit; bounds the workers' memory."""
 
 
 def pending(
     run_id: RunId, job: JobSpec, run: PartyRun, shape: SegmentRules, horizon: int | None = None
 ) -> frozenset[Effect]:
-    """Return the commit that is due, and the segment to train; before any state, the build."""
+    """Return the effects due: before any state the build, later commit, upload and segment."""
     if run.committed is None:
         if not run.members:
             return frozenset()

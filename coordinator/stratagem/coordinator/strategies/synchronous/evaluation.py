@@ -1,9 +1,10 @@
-"""A run that trains nothing: a given state is evaluated once, by all members together.
+"""The strategy of a run that trains nothing: a given state is evaluated once, by all members
+together.
 
 The state is built on one worker, or taken from the store, and is commit 0. Each batch belongs to
-one of the logical shards, and each shard to a member; what a member answers is sums of single
-batches, so the metrics do not depend on who evaluated what. A lost member's shards go to the
-others, which keep what they have evaluated already.
+one of the logical shards, and each shard to a member; members answer with sums of single batches,
+so the metrics do not depend on the division of the work. A lost member's shards go to the others,
+which keep what they have evaluated already.
 """
 
 from dataclasses import replace
@@ -27,7 +28,8 @@ _DONE = 2
 
 
 def _decide(job: JobSpec, value: PartyRun, world: World, _now_s: float) -> Fact | None:
-    """Return the next fact: a death too many, the end, or other members."""
+    """Return the next fact: the run failed because too many workers died, it is complete, or its
+    members changed; None if nothing changed."""
     if value.deaths.are_too_many:
         return RunFailed(reason=why("the evaluation", value.deaths))
     if value.open_segment == _DONE:

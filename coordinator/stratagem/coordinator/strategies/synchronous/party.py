@@ -34,7 +34,7 @@ from stratagem.coordinator.strategies.schedule import schedule_of
 
 
 class KeptFile(NamedTuple):
-    """A file with what only one worker has of a commit."""
+    """A worker's file with the parts of a commit that this worker alone has."""
 
     worker_id: WorkerId
     digest: Digest
@@ -66,7 +66,7 @@ class WholeCommit:
 
 @dataclass(frozen=True, slots=True)
 class PartyRun:
-    """The run value: the members of one synchronous party and how far they have come."""
+    """The run value of a synchronous party: its members and its progress."""
 
     party: Party
     membership: int = 0
@@ -74,7 +74,7 @@ class PartyRun:
     fingerprint: str = ""
     ranks: tuple[int, ...] = ()
     are_apart: bool = False
-    """These two: see MembersFormed."""
+    """See MembersFormed, as for `ranks`."""
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -82,47 +82,47 @@ class PartyRun:
     loss: float = 0.0
     """Mean training loss of the newest segment that was trained."""
     traffic: Mapping[str, int] = field(default_factory=dict)
-    """Traffic of the same segment; see SegmentFinished."""
+    """Traffic of the newest segment that was trained; see SegmentFinished."""
     lineage: int = 0
     """The number of times that the party has begun from a given state."""
     open_segment: int = 0
     """The segment being trained; 0 until the model is built."""
     finished: tuple[Finished, ...] = ()
-    """The segments that all members have trained and that are not committed, in order."""
+    """The segments that all members have trained and that are not committed yet, in order."""
     left: frozenset[Member] = frozenset()
-    """Members that were lost inside the open segment."""
+    """Members that were lost during the open segment."""
     deaths: Deaths = field(default_factory=Deaths)
-    """Worker processes that have ended inside the open segment."""
+    """Worker processes that have died during the open segment."""
     is_recovering: bool = False
     why: str = ""
     stop_reason: str = ""
-    """The reason for which code of the user has ended the training with the committed segment."""
+    """The reason that the user's code gave for ending the training with the committed segment."""
     kept: tuple[KeptFile, ...] = ()
-    """The files of the commit that only workers have, in order of rank; none of a whole one."""
+    """The files with commit parts that only workers have, by rank; empty for a whole commit."""
     whole: WholeCommit | None = None
-    """The commit to return to when those are lost; None while the commit is whole."""
+    """The commit to return to if those files are lost; None while the commit is whole."""
     holders: tuple[Member, ...] = ()
-    """The workers that were asked for their files of it."""
+    """The workers that were asked to upload their files of the commit."""
     awaits_until_s: float | None = None
-    """The leader-clock time until which workers with files of it are waited for."""
+    """The leader-clock time until which absent workers with files of the commit are waited for."""
     has_ended: bool = False
-    """True once the run was stopped or has failed, until it is resumed."""
+    """True from the time that the run was stopped or has failed until it is resumed."""
 
 
 RETURN_S: Final = 60.0
-"""The time for which an absent worker is waited for that alone has a file of a commit."""
+"""Seconds for which an absent worker is waited for that alone has a file of a commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The members that a party is to have; empty while not all workers that it takes are there."""
+    """The members that a party should have; empty while too few suitable workers are present."""
 
     members: tuple[Member, ...]
     ranks: tuple[int, ...] = ()
 
 
 Parts = tuple[tuple[Member, ...], ...]
-"""The members that hold each part of a state, any of which will do."""
+"""The members that hold each part of a state; any one of them will do."""
 
 
 def one_part(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
@@ -131,51 +131,51 @@ def one_part(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
 
 
 def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
-    """Return one part per member: every member holds what no other one has."""
+    """Return one part per member: each member holds a part that no other one has."""
     return tuple((member,) for member in members)
 
 
 def mirrors_of(members: tuple[Member, ...]) -> Parts:
-    """Return the member with the mirror of each part: the one after the member that has it."""
+    """Return the member that mirrors each part: the one after the member that has the part."""
     return tuple((member,) for member in (*members[1:], *members[:1]))
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
-    """The rules in which one synchronous strategy differs from another."""
+    """The rules that distinguish one synchronous strategy from another."""
 
     num_shards: int
     min_members: int
     exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
     parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
-    """(members in order of rank, ranks of the party): the division of the state among them."""
+    """(members by rank, ranks of the party): the division of the state among them."""
     place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
-    """The placement of the party, where not any workers will do."""
+    """The placement function of the party; None: any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
-    """The sentence about what `place` waits for, for people."""
+    """(job, run, world): the sentence about the workers that `place` waits for."""
     upload_every: int = 1
-    """The number of segments from a commit that has all files of its members to the next."""
+    """The number of segments from one commit with all files of the members to the next."""
     is_sole_copy: bool = False
-    """True where members can neither go on with the states of the survivors of a loss nor redo a
-    step that failed, as their states are alike but cannot be copied: any change of members, and any
-    failed exchange, returns the party to its last commit."""
+    """True if members can neither go on without those that are lost nor redo a failed step, as
+    parts of the state have one copy only: any change of members, and any failed exchange, returns
+    the party to its last commit."""
     fewest_mirrored: int | None = None
-    """The number of members from which on each also has the part of the one before it, so that they
-    can go on while one of the two is left. None: never."""
+    """The number of members from which on each mirrors the part of the previous member, so that
+    they can go on while one of the two is left. None: never."""
 
     def is_mirrored(self, members: tuple[Member, ...]) -> bool:
-        """Return True if each part of the state is with two of these members."""
+        """Return True if each part of the state is held by two of these members."""
         return self.fewest_mirrored is not None and len(members) >= self.fewest_mirrored
 
     def returns(self, members: tuple[Member, ...]) -> bool:
-        """Return True if these members go back to the last commit with every change."""
+        """Return True if any change of these members returns the party to its last commit."""
         return self.is_sole_copy and not self.is_mirrored(members)
 
 
 def transition(
     job: JobSpec, run: PartyRun, fact: Fact, shape: SegmentRules, now_s: float
 ) -> PartyRun:
-    """Fold a fact; facts of other kinds leave the party as it is."""
+    """Return the party with a fact folded in; facts of other kinds do not change it."""
     match fact:
         case MembersFormed():
             return _with_members(run, fact, shape, now_s)
@@ -234,7 +234,7 @@ def transition(
 
 
 def _holders(run: PartyRun) -> tuple[Member, ...]:
-    """Return the members, where they are the workers that have kept something of the commit."""
+    """Return the members if they are the workers that have kept files of the commit; else none."""
     return () if are_moved(run) else run.members
 
 
@@ -269,12 +269,12 @@ def _committed(run: PartyRun, fact: SegmentCommitted) -> PartyRun:
 
 
 def _as_whole(run: PartyRun) -> PartyRun:
-    """Return the run with nothing of its commit on workers alone."""
+    """Return the run with its commit marked as whole: workers alone have no part of it."""
     return replace(run, kept=(), whole=None, holders=(), awaits_until_s=None)
 
 
 def _to_whole(run: PartyRun) -> PartyRun:
-    """Return the run at its newest commit that was uploaded as a whole."""
+    """Return the run set back to its newest commit that was uploaded as a whole."""
     if run.whole is None:
         return run
     base, metrics = run.whole.base, run.whole.metrics
@@ -282,15 +282,15 @@ def _to_whole(run: PartyRun) -> PartyRun:
 
 
 def are_moved(run: PartyRun) -> bool:
-    """Return True when the replicas of the commit are to be on other workers than have kept them,
-    or there are no members."""
+    """Return True if the kept files of the commit are needed on other workers than those that have
+    them, or if there are no members."""
     names = [member.worker_id for member in run.members]
     return bool(run.kept) and names != [kept.worker_id for kept in run.kept]
 
 
 def needs_upload(job: JobSpec, run: PartyRun) -> bool:
-    """Return True when what only workers have of the commit is needed elsewhere, or the run ends
-    with it: they let go of it then, also where the run may be resumed."""
+    """Return True if parts of the commit that only workers have are needed elsewhere, or if the run
+    ends here: workers delete their files then, also if the run may be resumed."""
     if run.has_ended:
         return bool(run.kept)
     is_end = bool(run.kept) and not run.finished and bool(stop_reason(job, run))
@@ -326,8 +326,8 @@ def _with_members(
 def goes_on(
     run: PartyRun, members: tuple[Member, ...], shape: SegmentRules, *, are_apart: bool
 ) -> bool:
-    """Return True if these members can go on with what the present ones train on; False: they begin
-    from the last commit. are_apart: these, from each other."""
+    """Return True if these members can go on with what the present ones train; False: they begin
+    from the last commit. are_apart: these members do not reach each other."""
     survivors = set(run.members) & set(members)
     # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
     held_by = [run.members, *(done.sources for done in run.finished)]
@@ -337,7 +337,7 @@ def goes_on(
 
 
 def _holders_of(members: tuple[Member, ...], ranks: tuple[int, ...], shape: SegmentRules) -> Parts:
-    """Return the holders of each part of the state of these members, with those of mirrors."""
+    """Return the members that hold each part of the state, those with mirrors included."""
     parts = shape.parts_of(members, ranks)
     if not shape.is_mirrored(members):
         return parts
@@ -345,7 +345,7 @@ def _holders_of(members: tuple[Member, ...], ranks: tuple[int, ...], shape: Segm
 
 
 def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
-    """Return True when members, or what they had begun, are lost with the membership before."""
+    """Return True if members, or their unfinished work, are lost with the old membership."""
     if run.open_segment == 0 or not run.members:
         return False
     return fact.members == run.members or not set(run.members) <= set(fact.members)
@@ -357,7 +357,7 @@ def _returned_to_commit(run: PartyRun) -> PartyRun:
 
 
 def reject_reason(run: PartyRun, fact: Fact) -> str:
-    """Return the reason why a reported fact is stale; "" when it is the one waited for."""
+    """Return the reason why a reported fact is stale; "" if the party waits for the fact."""
     match fact:
         case ModelBuilt():
             return "" if run.open_segment == 0 else "the model is built already"
@@ -380,7 +380,7 @@ def reject_reason(run: PartyRun, fact: Fact) -> str:
 
 
 def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
-    """Make the members drop what they hold, meet again, and begin after the base."""
+    """Return the party set to another state; its members drop what they hold and meet again."""
     return replace(
         _as_whole(run),
         membership=run.membership + 1,
@@ -398,23 +398,23 @@ def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]
 
 
 def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, float]) -> PartyRun:
-    """Return the party to a commit of its own, whose metrics count on: such as the steps that were
-    skipped up to it."""
+    """Return the party to a commit of its own, with the commit's metrics, such as the steps skipped
+    so far."""
     return replace(rebase(job, run, base, run.num_rows), metrics=metrics)
 
 
 def latest_metrics(run: PartyRun) -> Mapping[str, float]:
-    """Return the metrics of the newest segment that was trained, committed or not."""
+    """Return the metrics of the newest trained segment, committed or not."""
     return run.finished[-1].metrics if run.finished else run.metrics
 
 
 def stop_reason(job: JobSpec, run: PartyRun) -> str:
-    """Return the reason for which no segment is trained after the newest one, before the last step;
-    "" where one is."""
+    """Return the reason why no segment is trained after the newest one although steps are left; ""
+    if one is."""
     asked = run.finished[-1].stop_reason if run.finished else run.stop_reason
     return asked or why_stopped(job, latest_metrics(run))
 
 
 def num_segments(job: JobSpec, run: PartyRun) -> int:
-    """Return the segments of the whole run, whose number of rows must be known."""
+    """Return the number of segments of the whole run; the number of rows must be known."""
     return len(schedule_of(job, run.num_rows).ends())

@@ -27,8 +27,8 @@ Place = Callable[[JobSpec, PartyRun, World], Placed]
 
 
 def place_replicas(spec: ModelParallel, num_replicas: int, min_replicas: int) -> Place:
-    """Return the placement of as many whole replicas as the workers suffice for; it keeps those
-    that are whole as they are."""
+    """Return a placement function for as many whole replicas as there are workers for; whole
+    replicas stay as they are."""
 
     def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
         workers = _by_registration(job, run, world)
@@ -56,13 +56,13 @@ def place_replicas(spec: ModelParallel, num_replicas: int, min_replicas: int) ->
 
 
 def part_per_rank(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
-    """Return one part per rank: the same rank of every replica holds the same nodes."""
+    """Return one part per rank: the same rank of every replica has the same nodes of the model."""
     width = len(set(ranks)) or 1
     return tuple(tuple(members[rank::width]) for rank in range(min(width, len(members))))
 
 
 def why_missing(spec: ModelParallel) -> Callable[[JobSpec, PartyRun, World], str]:
-    """Return a function that names the partitions that no worker is there for."""
+    """Return a function that makes a sentence about the partitions for which there is no worker."""
 
     def why(job: JobSpec, run: PartyRun, world: World) -> str:
         workers = _by_registration(job, run, world)
@@ -86,14 +86,13 @@ def why_missing(spec: ModelParallel) -> Callable[[JobSpec, PartyRun, World], str
 def _spreads_better(
     spec: ModelParallel, workers: Mapping[WorkerId, WorkerRecord], run: PartyRun
 ) -> bool:
-    """Return True when stages that share workers could now be spread over more of them."""
+    """Return True if stages that share workers could now be spread over more workers."""
     replica = _replica(spec, workers, set(), ())
     return replica is not None and len(replica[0]) > _width(run)
 
 
 def _by_registration(job: JobSpec, run: PartyRun, world: World) -> Mapping[WorkerId, WorkerRecord]:
-    """Return eligible workers in the order in which they last registered, by name where that was at
-    once or its time is not known."""
+    """Return the eligible workers, sorted by the time of their last registration, then by name."""
     fitting = sorted(
         eligible(job, world, run.fingerprint),
         key=lambda worker: (worker.registered_s, worker.member.worker_id),
@@ -108,7 +107,7 @@ def _width(run: PartyRun) -> int:
 def _whole_replicas(
     run: PartyRun, workers: Mapping[WorkerId, WorkerRecord]
 ) -> list[tuple[Member, ...]]:
-    """Return the replicas of which every member is still there."""
+    """Return the replicas whose members are all present."""
     alive = {record.member for record in workers.values()}
     width = _width(run)
     replicas = [run.members[i : i + width] for i in range(0, len(run.members), width)]
@@ -121,10 +120,10 @@ def _replica(
     taken: set[WorkerId],
     ranks: tuple[int, ...],
 ) -> tuple[tuple[Member, ...], tuple[int, ...]] | None:
-    """Return (members by rank, rank of each partition) of one more replica; None without the
-    workers.
+    """Return (members by rank, rank of each partition) of one more replica; None if workers are
+    missing.
 
-    All replicas are cut in the same way: a further one has the ranks of the first.
+    All replicas are divided in the same way: a further one has the ranks of the first.
     """
     free = {name: record for name, record in workers.items() if name not in taken}
     owners: list[WorkerId] = []
@@ -185,7 +184,7 @@ def segment_rules(
 ) -> SegmentRules:
     """Return the rules of one pipeline, or of several that share the rows of each batch.
 
-    exchange: of the gradients of equal stages.
+    exchange: the exchange of the gradients of equal stages.
     """
     return SegmentRules(
         num_shards=num_replicas,

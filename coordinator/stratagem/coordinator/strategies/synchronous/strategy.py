@@ -15,7 +15,7 @@ def synchronous(
     shape: Callable[[JobSpec], SegmentRules],
     check: Callable[[JobSpec], Iterable[Violation]] = lambda _: (),
 ) -> Strategy:
-    """Return the strategy of a party that trains segment after segment; nothing depends on time.
+    """Return the strategy of a party that trains segment after segment.
 
     shape: returns the rules of the job's party: how it is made up and what its members hold. check:
     returns the violations of a job.

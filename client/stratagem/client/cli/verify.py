@@ -1,0 +1,247 @@
+"""Define the commands that verify the bits of a run, and compare those of two."""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stratagem.client.cli.shared import (
+    AccessOptions,
+    Format,
+    FormatOption,
+    RunArgument,
+    complain,
+    make_console,
+    print_line,
+)
+from stratagem.client.course.claims import Claim, RunClaims, first_difference
+from stratagem.client.report.comparison import job_differences
+from stratagem.client.sdk.blocking import Client
+from stratagem.client.sdk.verification import (
+    Conclusion,
+    Difference,
+    Verification,
+    certificate,
+    check_certificate,
+    read_certificate,
+)
+from stratagem.client.sdk.verification_plan import first_step
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.text import counted
+
+DIFFERS, INCOMPLETE = 4, 3
+"""Exit codes: a claim differs; some could not be verified."""
+MOST_SEGMENTS = 1_000_000
+"""Of one range: more are named by mistake."""
+SENTENCES: Mapping[Conclusion, str] = {
+    Conclusion.RUN: "the run was wrong: two other executions agree with each other, "
+    "and not with it",
+    Conclusion.VERIFIER: "the verifier was wrong: a third execution agrees with the run",
+    Conclusion.JOB: "the job does not repeat itself: three executions have three results; "
+    "something in it draws numbers or reads data that its seed does not determine",
+    Conclusion.OPEN: "who is wrong is open, as there is no third execution",
+}
+
+
+def verify(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run, or a certificate.json.")],
+    access: AccessOptions,
+    segments: Annotated[
+        str | None, typer.Option(help="Only these segments, such as 3,7:9; default all.")
+    ] = None,
+    sample: Annotated[
+        float | None, typer.Option(help="Only this share of the segments, the same each time.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--certificate", metavar="FILE", help="Write a certificate to this file."),
+    ] = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Compute the states of a run again, and compare digests.
+
+    The run must have ended. Its job is executed again on the workers that the coordinator has now,
+    from a stored state before the wanted segments if there is one, and each state and each client's
+    update is compared as it comes. Where one differs, a third execution decides who is wrong.
+
+    RUN may be the file of a certificate: its digests are then compared with those that the
+    coordinator has recorded, and nothing is computed.
+
+    Exit codes: 0 all equal, 4 one differs, 3 some could not be verified.
+    """
+    with access.client() as client:
+        if run_id.endswith(".json"):
+            if (segments, sample, output, form) != (None, None, None, Format.TEXT):
+                text = f"{run_id} is a certificate, and is checked as a whole; leave options out"
+                raise InvalidInputError.at("RUN", text)
+            print_line(make_console(), _checked(client, run_id))
+            return
+        if output is not None and (output.is_dir() or not output.parent.is_dir()):
+            raise InvalidInputError.at("--certificate", f"no file can be written at {output}")
+        begun_s, console, is_text = time.monotonic(), make_console(), form is Format.TEXT
+        found = client.verify(
+            run_id,
+            segments=None if segments is None else read_segments(segments),
+            sample=sample,
+            on_claim=lambda *pair: print_line(console, _compared(*pair)) if is_text else None,
+        )
+        if is_text:
+            for line in describe(found, time.monotonic() - begun_s):
+                print_line(console, line)
+        else:
+            print(json.dumps(as_json(found), allow_nan=False))
+        if output is not None and found.difference is None and found.equal:
+            document = certificate(client.get(run_id).status(), found, time.time())
+            output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        elif output is not None:
+            complain(f"{output} was not written: nothing is certified")
+    if found.difference is not None:
+        raise typer.Exit(DIFFERS)
+    if found.unverified:
+        raise typer.Exit(INCOMPLETE)
+
+
+def _checked(client: Client, path: str) -> str:
+    document = read_certificate(Path(path))
+    run = client.get(document["run"])
+    num = check_certificate(document, run.status(), RunClaims.of(run.events()))
+    return f"{path}: the run has recorded these {counted(num, 'digest')}"
+
+
+def _compared(run: Claim, again: Claim) -> str:
+    if run.digest == again.digest:
+        return f"{run.place}: {run.digest[:16]}, equal"
+    return f"{run.place}: {run.digest} in the run, {again.digest} again"
+
+
+def read_segments(text: str) -> set[int]:
+    """Return the numbers that a text such as "3,7:9" names."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, colon, last = (each.strip() for each in part.partition(":"))
+        if not first.isdecimal() or (colon and not last.isdecimal()):
+            raise InvalidInputError.at("--segments", f"{text!r} is not such as 3,7:9")
+        numbers = range(int(first), int(last or first) + 1)
+        if not 0 < len(numbers) <= MOST_SEGMENTS:
+            many = f"{part!r} names none, or more than {MOST_SEGMENTS}"
+            raise InvalidInputError.at("--segments", f"{many}; give first:last, such as 7:9")
+        found.update(numbers)
+    return found
+
+
+def describe(found: Verification, seconds: float) -> Iterator[str]:
+    """Yield the lines that tell the result of a verification."""
+    for reason in dict.fromkeys(found.unverified.values()):
+        places = [place for place, why in found.unverified.items() if why == reason]
+        yield f"not verified: {_some(places)}: {reason}"
+    if found.difference is None:
+        num = len(found.equal) + len(found.unverified)
+        by = f" on {', '.join(found.workers)}" if found.workers else ""
+        yield f"verified {len(found.equal)} of {counted(num, 'digest')}{by} in {seconds:.1f} s"
+    else:
+        yield from _of_difference(found.difference)
+        reason = found.difference.why_open
+        yield SENTENCES[found.conclusion] + (f": {reason}" if reason else "")
+
+
+def _some(places: Iterable[object]) -> str:
+    first, *others = places
+    return f"{first} and {len(others)} more" if others else str(first)
+
+
+def _of_difference(difference: Difference) -> Iterator[str]:
+    run, again = difference.claim, difference.again
+    yield f"first difference: {run.place}, by {_by(run)} in the run and {_by(again)} again"
+    if difference.step is not None and difference.values is not None:
+        mine, theirs = difference.values
+        yield f"{difference.series} differs first at step {difference.step}: {mine!r}, {theirs!r}"
+    if run.place.is_root_state:
+        state = f"{difference.run_id} --which {again.segment}"
+        yield f"the other state is kept: stratagem download {state}"
+    else:
+        yield f"the verifying run is kept: {difference.run_id}"
+
+
+def _by(claim: Claim) -> str:
+    return ", ".join(claim.workers) or "unknown workers"
+
+
+def as_json(found: Verification) -> dict[str, Any]:
+    """Return a verification as plain JSON values."""
+    difference = found.difference
+    return {
+        "run": found.run_id,
+        "conclusion": found.conclusion,
+        "equal": len(found.equal),
+        "unverified": {str(place): reason for place, reason in found.unverified.items()},
+        "workers": list(found.workers),
+        "difference": None
+        if difference is None
+        else {
+            "place": str(difference.claim.place),
+            "digests": [difference.claim.digest, difference.again.digest],
+            "workers": [list(difference.claim.workers), list(difference.again.workers)],
+            "third": None if difference.third is None else difference.third.digest,
+            "step": difference.step,
+            "series": difference.series,
+            "values": difference.values and [_json_number(each) for each in difference.values],
+            "why_open": difference.why_open,
+            "run": difference.run_id,
+        },
+    }
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def compare(
+    run_id: RunArgument,
+    other_id: Annotated[str, typer.Argument(metavar="OTHER", help="The other run.")],
+    access: AccessOptions,
+    bits: Annotated[
+        bool, typer.Option("--bits", help="Find the first state and the first step that differ.")
+    ] = False,
+) -> None:
+    """Show how two runs differ, with --bits to the bit.
+
+    Only what the coordinator has recorded is read: the jobs, the digests of states and updates, and
+    the history of steps. Exit codes: 0 nothing differs, 4 something does.
+    """
+    with access.client() as client:
+        runs = [client.get(each) for each in (run_id, other_id)]
+        lines = [
+            f"{each.key}: {each.values[0]!r} and {each.values[1]!r}"
+            for each in job_differences([dict(run.status().job) for run in runs])
+        ]
+        if bits:
+            mine, theirs = [RunClaims.of(run.events()) for run in runs]
+            lines += different_bits(mine, theirs, (run_id, other_id))
+            if first := first_step(*(run.history() for run in runs)):
+                step, series, (left, right) = first
+                lines.append(f"{series} differs first at step {step}: {left!r} and {right!r}")
+    for line in lines or ["nothing differs"]:
+        print_line(make_console(), line)
+    if lines:
+        raise typer.Exit(DIFFERS)
+
+
+def different_bits(run: RunClaims, other: RunClaims, names: tuple[str, str]) -> Iterator[str]:
+    """Yield the lines that tell how the claims of two runs differ."""
+    for name, mine, theirs in zip(names, (run, other), (other, run), strict=True):
+        if alone := [place for place in mine.by_place if place not in theirs.by_place]:
+            yield f"only in {name}: {_some(alone)}"
+    found = first_difference(run, other)
+    if found is None:
+        return
+    claim, again = found
+    common = [place for place in run.by_place if place in other.by_place]
+    if (number := common.index(claim.place)) > 0:
+        yield f"equal up to {common[number - 1]}"
+    yield f"{claim.place}: {claim.digest} by {_by(claim)} and {again.digest} by {_by(again)}"
+    if claim.numerics != again.numerics:
+        yield f"numerics differ: {claim.numerics} and {again.numerics}"

@@ -1,0 +1,218 @@
+"""Derive what the facts of a run claim: the digest of each state and of each client's update.
+
+Two executions of one job make the same claims in bits, whichever workers compute them. A claim
+that timing or a machine's failure has decided cannot be checked by computing it again, and neither
+can those that follow it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from stratagem.client.course.views import Event
+
+Input = tuple[str, str]
+"""The kind of something that a run computes from, and the party or client that does."""
+RULES, NUM_ROWS, ROWS, ROSTER = "numerics rules", "number of rows", "rows", "roster"
+NUM_SAMPLES = "number of samples"
+"""The kinds of inputs."""
+OF_MACHINES: Final = frozenset(
+    {"memory", "crashed", "timeout", "keys_lost", "absent", "outside_window"}
+)
+"""Causes of a failure that another run of the job need not meet."""
+
+
+class ClaimPlace(NamedTuple):
+    """The place of a claim in a run: a state after some steps, or a client's update of a round."""
+
+    party: str
+    step: int
+    """Steps of the party, or rounds of a federation."""
+    client: int | None = None
+    """The client whose update it is; None for a state."""
+    after: int = 0
+    """The step of the newest state of the party above: a client's steps begin with each round."""
+    kind: str = "state"
+    """For a state: "state", its "average" or its "predictions"."""
+
+    @property
+    def is_root_state(self) -> bool:
+        """Return whether this is a state of the whole run, one of its commits."""
+        return not self.party and self.client is None and self.kind == "state"
+
+    def __str__(self) -> str:
+        """Return the place in words, such as "member2: state after 40 steps"."""
+        if self.client is None:
+            text = f"{self.kind} after {self.step} step{'s' * (self.step != 1)}"
+        else:
+            text = f"update of client {self.client} in round {self.step}"
+        after = f" from step {self.after}" if self.after else ""
+        return f"{self.party}{after}: {text}" if self.party else text
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The digest that a run has recorded for a place."""
+
+    place: ClaimPlace
+    digest: str
+    segment: int
+    workers: tuple[str, ...]
+    """The workers that have computed it, as far as the facts say."""
+    numerics: str
+    """The fingerprint of their numerics; empty where the facts do not say."""
+    doubt: str = ""
+    """Why computing it again may give other bits; empty if it must give the same."""
+
+
+class RunClaims:
+    """The claims of a run in the order of their facts; a later claim replaces one of its place."""
+
+    def __init__(self) -> None:
+        """Begin without claims."""
+        self.by_place: dict[ClaimPlace, Claim] = {}
+        self.inputs: dict[Input, Any] = {}
+        """What the run computes from besides its job."""
+        self.doubt = ""
+        """Why what follows the facts so far may have other bits when it is computed again."""
+        self._members: dict[str, tuple[str, ...]] = {}
+        self._assigned: dict[tuple[str, int], str] = {}
+        self._numerics: dict[str, str] = {}
+        self._masked: set[str] = set()
+        """Parties whose updates are masked by random keys, so that only their sums repeat."""
+        self._steps: dict[str, int] = {}
+        """The step of the newest state of each party."""
+        self._segments: dict[tuple[str, int], int] = {}
+        """The step of each segment of a party."""
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "RunClaims":
+        """Return the claims that events make."""
+        claims = cls()
+        for event in events:
+            claims.add(event)
+        return claims
+
+    def add(self, event: Event) -> list[Claim]:
+        """Take an event in. Return the claims that it makes."""
+        payload = event.payload
+        party = payload.get("party", "")
+        self._note(event.kind, party, payload)
+        self.inputs.update(inputs_of(event))
+        self.doubt = self.doubt or doubt_of(event.kind, payload)
+        found = []
+        for place, digest in self._places(event.kind, party, payload):
+            if party:
+                place = place._replace(after=self._steps.get(party.rpartition("/")[0], 0))
+            workers = self._members.get(party, ())
+            if place.client is not None:
+                assigned = self._assigned.get((party, place.client))
+                workers = (assigned,) if assigned else ()
+            segment = payload.get("segment", payload.get("generation", place.step))
+            if place.client is None and place.kind == "state":
+                self._steps[party] = self._segments[party, segment] = place.step
+            numerics = self._numerics.get(party, "")
+            claim = Claim(place, digest, segment, workers, numerics, self.doubt)
+            self.by_place.pop(place, None)  # its new place is at the end
+            self.by_place[place] = claim
+            found.append(claim)
+        return found
+
+    def _note(self, kind: str, party: str, payload: Mapping[str, Any]) -> None:
+        match kind:
+            case "MembersFormed":
+                self._members[party] = tuple(each["worker_id"] for each in payload["members"])
+                self._numerics[party] = payload["fingerprint"]
+            case "ClientsAssigned":
+                for each in payload["assignments"]:
+                    member = each["member"]
+                    self._assigned[party, each["client"]] = member["worker_id"] if member else ""
+            case "KeysPosted":
+                self._masked.add(party)
+            case "RunResumed" if payload["from_segment"] is not None:
+                self._steps = {"": payload["step"]}
+
+    def _places(
+        self, kind: str, party: str, payload: Mapping[str, Any]
+    ) -> Iterator[tuple[ClaimPlace, str]]:
+        """Yield the places that a fact claims something for, and the digests."""
+        match kind:
+            case "ModelBuilt" | "SegmentCommitted" | "GenerationClosed" | "Noted":
+                if payload["digest"]:
+                    yield ClaimPlace(party, payload["step"]), payload["digest"]
+                if average := payload.get("average"):
+                    yield ClaimPlace(party, payload["step"], kind="average"), average
+            case "Evaluated" if digest := payload.get("predictions"):
+                step = self._segments.get((party, payload["segment"]), self._steps.get(party, 0))
+                yield ClaimPlace(party, step, kind="predictions"), digest
+            case "UpdateReceived" if party not in self._masked and payload["digest"]:
+                place = ClaimPlace(party, payload["round_num"], payload["client"])
+                yield place, payload["digest"]
+
+    @property
+    def last_step(self) -> int:
+        """Return the last step of the root party that has a state, 0 if there is none."""
+        return max((place.step for place in self.by_place if place.is_root_state), default=0)
+
+
+def inputs_of(event: Event) -> Mapping[Input, Any]:
+    """Return what an event tells of what the run computes from."""
+    payload = event.payload
+    party = payload.get("party", "")
+    match event.kind:
+        case "RunSubmitted":
+            return {(RULES, ""): payload.get("numerics", 1)}
+        case "ModelBuilt":
+            rows = {(ROWS, party): payload["rows"]} if payload.get("rows") else {}
+            return {(NUM_ROWS, party): payload.get("num_rows", {}), **rows}
+        case "RosterFormed":
+            return {(ROSTER, party): {c["client"]: c["worker_id"] for c in payload["clients"]}}
+        case "UpdateReceived":
+            client = f"client {payload['client']} in round {payload['round_num']}"
+            name = f"{party}: {client}" if party else client
+            return {(NUM_SAMPLES, name): payload.get("num_samples")}
+        case _:
+            return {}
+
+
+def doubt_of(kind: str, payload: Mapping[str, Any]) -> str:
+    """Return why what follows a fact may have other bits when it is computed again: timing or a
+    machine has decided something. The coordinator marks a run as not reproducible by these facts.
+    """
+    number = payload.get("round_num", payload.get("segment", payload.get("generation", 0)))
+    match kind:
+        case "RoundClosed" if late := [each for each in payload["accepted"] if each["base"]]:
+            client = late[0]["client"]
+            return f"round {number} took an update of an earlier round, that of client {client}"
+        case "RunResumed" if payload["by_policy"]:
+            return "the run was resumed without all that its strategy had kept"
+        case "Evaluated" if payload.get("without"):
+            return f"segment {number} was evaluated without clients that were away"
+        case "UpdateRejected" if payload.get("cause") in OF_MACHINES:
+            return f"a machine, not the job, left out client {payload['client']} in round {number}"
+        case "KeysPosted" | "SharesRouted" if left := [
+            each["client"] for each in payload["left_out"] if each["cause"] in OF_MACHINES
+        ]:
+            return f"a machine, not the job, left out client {left[0]} in round {number}"
+        case "PartyFailed" if payload.get("cause") in OF_MACHINES:
+            return f"{payload['party'] or 'the run'} failed by its machine: {payload['cause']}"
+        case "RoundWaits":
+            return f"round {number} waited for clients"
+        case "ClientsJoined":
+            return "clients joined while the run trained"
+        case "ClientStateLost":
+            return f"client {payload['client']} lost what it had kept, before round {number}"
+        case "MemberEvolved":
+            return "members evolved in the order in which they finished"
+        case _ if payload.get("by_policy"):
+            return f"timing decided about round or segment {number}"
+    return ""
+
+
+def first_difference(run: RunClaims, other: RunClaims) -> tuple[Claim, Claim] | None:
+    """Return the claims of the first place, in the run's order, in which both differ."""
+    for place, claim in run.by_place.items():
+        again = other.by_place.get(place)
+        if again is not None and again.digest != claim.digest:
+            return claim, again
+    return None

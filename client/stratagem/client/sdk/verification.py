@@ -1,0 +1,388 @@
+"""Verify a run: compute its claims again, as runs of the same job, and compare the digests.
+
+A verifying run takes the path of every other run: the same plan, from the same base, on workers of
+the same numerics. It begins with a state of the verified run that is still stored, where a resumed
+run computes the same bits, and otherwise with the beginning of the job. It is deleted when its
+claims are equal, and kept when one differs.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from stratagem.client.course.claims import RULES, Claim, ClaimPlace, Input, RunClaims
+from stratagem.client.course.views import Event, RunStatus
+from stratagem.client.sdk.run import AsyncRun
+from stratagem.client.sdk.verification_plan import (
+    Stretch,
+    chosen_steps,
+    compared_inputs,
+    doubt_of_job,
+    first_step,
+    kept_states,
+    other_input,
+    root_steps,
+    stretches,
+    why_incomparable,
+)
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    StratagemError,
+    WrongStateError,
+)
+from stratagem.common.base.ids import new_run_id
+from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.numerics import rules
+
+OnClaim = Callable[[Claim, Claim], None]
+"""Called with each claim of the run and the new claim for its place."""
+MIN_RETENTION: Final = 4
+"""Commits that a verifying run keeps at least: it is stopped some commits after one differs."""
+
+
+class Conclusion(StrEnum):
+    """The conclusion of a verification."""
+
+    EQUAL = "EQUAL"
+    """No claim that was computed again differs."""
+    RUN = "RUN"
+    """Two other executions agree with each other, and not with the run."""
+    VERIFIER = "VERIFIER"
+    """A third execution agrees with the run, and not with the second one."""
+    JOB = "JOB"
+    """Three executions have three results: the job does not determine its bits."""
+    OPEN = "OPEN"
+    """A claim differs, and there is no third execution to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A claim of the run that another execution contradicts, and what is known of the cause."""
+
+    claim: Claim
+    again: Claim
+    run_id: str
+    """The verifying run that made the other claim; it is kept."""
+    third: Claim | None = None
+    why_open: str = ""
+    """Why there is no third claim."""
+    step: int | None = None
+    """The first recorded step in which the histories of both executions differ."""
+    series: str = ""
+    """The series that differs there."""
+    values: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of `verify`."""
+
+    run_id: str
+    equal: tuple[Claim, ...]
+    """The claims that were computed again with the same digest."""
+    unverified: Mapping[ClaimPlace, str]
+    """The chosen claims that were not compared, and the reason."""
+    workers: tuple[str, ...]
+    """The workers that have computed the compared claims again."""
+    difference: Difference | None = None
+
+    @property
+    def conclusion(self) -> Conclusion:
+        """Return who is wrong, by the majority of three executions."""
+        if self.difference is None:
+            return Conclusion.EQUAL
+        run, again, third = self.difference.claim, self.difference.again, self.difference.third
+        if third is None:
+            return Conclusion.OPEN
+        if third.digest == again.digest:
+            return Conclusion.RUN
+        return Conclusion.VERIFIER if third.digest == run.digest else Conclusion.JOB
+
+
+# ---- Execution ----
+
+
+class RunCalls(NamedTuple):
+    """The calls of a client that a verification needs."""
+
+    get: Callable[[str], Awaitable[AsyncRun]]
+    submit: Callable[[JobSpec, str], Awaitable[AsyncRun]]
+
+
+@dataclass(slots=True)
+class Verifier:
+    """Computes the claims of one run again."""
+
+    runs: RunCalls
+    status: RunStatus
+    claims: RunClaims
+    on_claim: OnClaim
+    kept: Mapping[int, int]
+    """The segment of each stored state that a verifying run may begin with, by its step."""
+    inputs: Mapping[Input, Any]
+    """What a verifying run must compute from, too."""
+    root_steps: Mapping[ClaimPlace, int]
+    equal: list[Claim] = field(default_factory=list)
+    unverified: dict[ClaimPlace, str] = field(default_factory=dict)
+    workers: dict[str, None] = field(default_factory=dict)
+
+    async def verify(self, stretch: Stretch) -> Difference | None:
+        """Compute a stretch, up to its end or to the first claim that differs."""
+        wanted = {
+            place
+            for place, claim in self.claims.by_place.items()
+            if not claim.doubt and stretch.from_step < self.root_steps[place] <= stretch.to_step
+        }
+        if not wanted:
+            return None
+        run_id = self._new_id()
+        again, reason = await self._compute(stretch, wanted, run_id, self._compared, keeps=True)
+        if reason:
+            self.unverified |= dict.fromkeys(wanted, reason)
+        if reason or again is None or not self._differs(again):
+            return None
+        difference = Difference(self.claims.by_place[again.place], again, run_id)
+        try:
+            return await self._explained(difference)
+        except BaseException:
+            await asyncio.shield(self._end(run_id, keeps=False))
+            raise
+
+    def _differs(self, again: Claim) -> bool:
+        return again.digest != self.claims.by_place[again.place].digest
+
+    def _compared(self, run: Claim, again: Claim) -> None:
+        self.on_claim(run, again)
+        self.workers.update(dict.fromkeys(again.workers))
+        if again.digest == run.digest:
+            self.equal.append(run)
+
+    async def _compute(
+        self,
+        stretch: Stretch,
+        wanted: set[ClaimPlace],
+        run_id: str,
+        on_claim: OnClaim,
+        *,
+        keeps: bool = False,
+    ) -> tuple[Claim | None, str]:
+        """Execute a stretch until a wanted claim differs, or all are removed from `wanted`.
+
+        Return the claim that was compared last, and why it ended before; empty if it did not. The
+        run does not outlive this call, however it ends; with `keeps` it does if a claim differs.
+        """
+        is_kept = False
+        try:
+            run = await self.runs.submit(self._job(stretch), run_id)
+            last, reason = await self._compare(run, stretch, wanted, on_claim)
+            is_kept = keeps and not reason and last is not None and self._differs(last)
+            return last, reason
+        finally:
+            await asyncio.shield(self._end(run_id, keeps=is_kept))
+
+    async def _compare(
+        self, run: AsyncRun, stretch: Stretch, wanted: set[ClaimPlace], on_claim: OnClaim
+    ) -> tuple[Claim | None, str]:
+        new, last = RunClaims(), None
+        async with aclosing(run.watch()) as items:
+            async for event in items:
+                if not isinstance(event, Event):
+                    continue
+                if reason := other_input(self.inputs, event):
+                    return last, reason
+                for again in new.add(event):
+                    mine = self.claims.by_place.get(again.place)
+                    if mine is None or self.root_steps[again.place] <= stretch.from_step:
+                        continue
+                    if reason := why_incomparable(mine, again):
+                        return last, reason
+                    if again.place not in wanted:
+                        continue
+                    differs = self._differs(again)
+                    if differs and not (await run.status()).reproducible:
+                        return last, "timing or machines have decided something in a verifying run"
+                    wanted.discard(again.place)
+                    last = again
+                    on_claim(mine, again)
+                    if differs or not wanted:
+                        return last, ""
+        return last, f"the verifying run ended: {(await run.status()).reason}"
+
+    def _job(self, stretch: Stretch) -> JobSpec:
+        job, run_id = JobSpec.parse(dict(self.status.job)), self.status.run_id
+        values: dict[str, Any] = {"retention": max(job.retention, MIN_RETENTION)}
+        if stretch.base is not None:
+            values["initial"] = {"run": run_id, "which": str(stretch.base), "resume": True}
+        return with_fields(job, values)
+
+    def _new_id(self) -> str:
+        return new_run_id(f"verify-{self.status.run_id[:40]}")
+
+    async def _end(self, run_id: str, *, keeps: bool) -> None:
+        """Stop a verifying run, and delete it unless it is kept. The result does not depend on
+        that, so a coordinator that refuses or is away leaves the run behind."""
+        with suppress(StratagemError):
+            run = await self.runs.get(run_id)
+            if not (await run.status()).phase.is_final:
+                with suppress(WrongStateError):  # it has ended by now
+                    await run.cancel()
+            await run.wait()
+            if not keeps:
+                await run.delete()
+
+    async def _explained(self, difference: Difference) -> Difference:
+        """Return the difference with the first step that differs, and a third execution."""
+        place = difference.claim.place
+        (stretch,) = stretches([self.root_steps[place]], self.kept)
+        third, reason = None, ""
+        try:
+            third, reason = await self._compute(
+                stretch, {place}, self._new_id(), lambda _run, _again: None
+            )
+        except StratagemError as error:
+            reason = str(error)
+        difference = replace(difference, third=None if reason else third, why_open=reason)
+        with suppress(StratagemError):
+            mine, theirs = [
+                await (await self.runs.get(run_id)).history(parties=place.party)
+                for run_id in (self.status.run_id, difference.run_id)
+            ]
+            if first := first_step(mine, theirs):
+                step, series, values = first
+                return replace(difference, step=step, series=series, values=values)
+        return difference
+
+
+async def verify(
+    runs: RunCalls,
+    run_id: str,
+    *,
+    segments: Collection[int] | None = None,
+    sample: float | None = None,
+    on_claim: OnClaim = lambda _run, _again: None,
+) -> Verification:
+    """Compute claims of a run that has ended again, all unless segments or a sample are named.
+
+    Raises WrongStateError for a run that has not ended or claims nothing, and InvalidInputError
+    for segments that it has not committed.
+    """
+    run = await runs.get(run_id)
+    status = await run.status()
+    if not status.phase.is_final:
+        raise WrongStateError(f"run {run_id} still trains ({status.phase}); verify it at its end")
+    claims, job = await claims_of(run), JobSpec.parse(dict(status.job))
+    if not claims.by_place:
+        raise WrongStateError(f"run {run_id} has committed nothing that could be verified")
+    steps, places = chosen_steps(claims, segments, sample, job.seed), root_steps(claims)
+    chosen = [claim for place, claim in claims.by_place.items() if places[place] in steps]
+    doubt = doubt_of_job(job, claims.inputs.get((RULES, ""), rules.CURRENT))
+    if not doubt and not status.reproducible and not claims.doubt:
+        doubt = "timing or machines have decided its bits, and its events do not tell where"
+    unverified = {c.place: doubt or c.doubt for c in chosen if doubt or c.doubt}
+    kept, inputs = kept_states(job, status), compared_inputs(job, claims.inputs)
+    verifier = Verifier(runs, status, claims, on_claim, kept, inputs, places, unverified=unverified)
+    clear = {places[claim.place] for claim in chosen if claim.place not in unverified}
+    difference = None
+    for stretch in stretches(clear, kept):
+        difference = await verifier.verify(stretch)
+        if difference is not None:
+            break
+    workers = tuple(verifier.workers)
+    return Verification(run_id, tuple(verifier.equal), verifier.unverified, workers, difference)
+
+
+async def claims_of(run: AsyncRun) -> RunClaims:
+    """Return the claims of a run so far."""
+    claims = RunClaims()
+    async for page in run.past():
+        for event in page:
+            claims.add(event)
+    return claims
+
+
+# ---- Certificates ----
+#
+# A certificate carries the SHA-256 of its own canonical JSON, which shows damage; it is not
+# signed.
+
+VERSION: Final = 1
+_FIELDS: Final = ("certificate", "run", "job", "verified", "unverified", "workers", "time_s")
+
+
+def certificate(status: RunStatus, found: Verification, time_s: float) -> dict[str, Any]:
+    """Return the certificate of a verification as plain JSON values.
+
+    Raises InvalidInputError for a verification that has found a difference, or nothing equal.
+    """
+    if found.difference is not None:
+        text = f"run {found.run_id} has a state that differs, so nothing is certified"
+        raise InvalidInputError.at("--certificate", text)
+    if not found.equal:
+        text = f"nothing of run {found.run_id} was verified, so nothing is certified"
+        raise InvalidInputError.at("--certificate", text)
+    body = {
+        "certificate": VERSION,
+        "run": found.run_id,
+        "job": _job_digest(status),
+        "verified": [
+            {"place": list(each.place), "digest": each.digest, "numerics": each.numerics}
+            for each in found.equal
+        ],
+        "unverified": {str(place): reason for place, reason in found.unverified.items()},
+        "workers": list(found.workers),
+        "time_s": time_s,
+    }
+    return {**body, "sha256": _digest(body)}
+
+
+def read_certificate(path: Path) -> Mapping[str, Any]:
+    """Return the certificate that a file holds.
+
+    Raises InvalidInputError for a file that is none, IntegrityError for one that was changed.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError.at("RUN", f"{path} is no certificate: {error}") from error
+    if not isinstance(found, dict) or set(found) != {*_FIELDS, "sha256"}:
+        raise InvalidInputError.at("RUN", f"{path} is no certificate of a verified run")
+    body = {name: value for name, value in found.items() if name != "sha256"}
+    if _digest(body) != found["sha256"]:
+        raise IntegrityError(f"{path} was changed after it was written: its digest is another one")
+    if found["certificate"] != VERSION or not found["verified"]:
+        text = f"is a certificate of version {found['certificate']}; known is {VERSION}"
+        raise InvalidInputError.at("RUN", f"{path} {text if found['verified'] else 'is empty'}")
+    return found
+
+
+def check_certificate(found: Mapping[str, Any], status: RunStatus, claims: RunClaims) -> int:
+    """Return how many digests a certificate and the claims of its run have in common.
+
+    Raises IntegrityError for another job, or a digest that the run has not recorded.
+    """
+    if found["job"] != _job_digest(status):
+        raise IntegrityError(f"certificate: run {found['run']} has another job")
+    recorded = {tuple(place): claim.digest for place, claim in claims.by_place.items()}
+    for each in found["verified"]:
+        if recorded.get(tuple(each["place"])) != each["digest"]:
+            raise IntegrityError(
+                f"certificate: run {found['run']} has no such state: {each['place']}, "
+                f"{each['digest']}"
+            )
+    return len(found["verified"])
+
+
+def _job_digest(status: RunStatus) -> str:
+    return hashlib.sha256(JobSpec.parse(dict(status.job)).canonical_json().encode()).hexdigest()
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

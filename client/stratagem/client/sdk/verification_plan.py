@@ -1,0 +1,213 @@
+"""Decide what a verification computes again, and what may be compared, by pure functions.
+
+A verification accuses nobody in doubt: what timing, machines, secrets, other data or other numerics
+may have changed is not compared, and the reason is told.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+
+from stratagem.client.course.claims import (
+    NUM_ROWS,
+    NUM_SAMPLES,
+    ROSTER,
+    ROWS,
+    RULES,
+    Claim,
+    ClaimPlace,
+    Input,
+    RunClaims,
+    inputs_of,
+)
+from stratagem.client.course.step_history import History
+from stratagem.client.course.views import Event, RunStatus
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics import rules
+from stratagem.common.strategy import ByCapability, Federated
+from stratagem.common.strategy.strategies import DataParallel, Local, ModelParallel
+
+RESUMABLE: Final = (Local, DataParallel, ModelParallel)
+"""Strategies of which a run that goes on from a commit has the bits of an undisturbed one."""
+
+# ---- Steps ----
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Steps that one verifying run computes."""
+
+    base: int | None
+    """The segment of the run whose stored state is the beginning; None: the beginning of the
+    job."""
+    from_step: int
+    to_step: int
+
+
+def stretches(steps: Iterable[int], kept: Mapping[int, int]) -> list[Stretch]:
+    """Return what to compute so that the states after these steps are reached.
+
+    kept: the segment of each stored state that a run may begin with, by its step.
+    """
+    found: list[Stretch] = []
+    for step in sorted(steps):
+        base_step = max((each for each in kept if each < step), default=None)
+        if found and (base_step is None or base_step <= found[-1].to_step):
+            last = found[-1]
+            found[-1] = Stretch(last.base, last.from_step, step)
+        elif base_step is None:
+            found.append(Stretch(None, -1, step))
+        else:
+            found.append(Stretch(kept[base_step], base_step, step))
+    return found
+
+
+def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
+    """Return for each place the step of the root party's state that follows from it, the last one
+    if none does; where the root has no states, the step of the place."""
+    found: dict[ClaimPlace, int] = {}
+    has_root, following = any(place.is_root_state for place in claims.by_place), claims.last_step
+    for place in reversed(claims.by_place):
+        if place.is_root_state:
+            following = place.step
+        found[place] = following if has_root and place.party else place.step
+    return found
+
+
+def chosen_steps(
+    claims: RunClaims, segments: Collection[int] | None, sample: float | None, seed: int
+) -> set[int]:
+    """Return the steps to verify, all unless segments or a sample are named; a sample is the same
+    each time, and at least one segment. Raises InvalidInputError for a choice that is wrong."""
+    if segments is not None and sample is not None:
+        raise InvalidInputError.at("--sample", "is not possible with --segments; leave one out")
+    root = [claim for place, claim in claims.by_place.items() if place.is_root_state]
+    states = {
+        claim.segment: claim.place.step
+        for claim in root or claims.by_place.values()
+        if claim.place.client is None
+    }
+    if segments is not None:
+        return _steps_of(segments, states)
+    if sample is None:
+        return set(root_steps(claims).values())
+    if not 0 < sample <= 1:
+        raise InvalidInputError.at("--sample", f"{sample} is not above 0 and at most 1")
+    shares = {_share(seed, segment): step for segment, step in states.items()}
+    return {step for share, step in shares.items() if share < sample or share == min(shares)}
+
+
+def _steps_of(segments: Collection[int], states: Mapping[int, int]) -> set[int]:
+    missing = next((each for each in segments if each not in states), None)
+    if missing is not None or not segments:
+        which = "none is named" if missing is None else f"{missing} is no segment with a state"
+        text = f"{which}; this run has states of {ranges(states) or 'none'}"
+        raise InvalidInputError.at("--segments", text)
+    return {states[segment] for segment in segments}
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text, such as "0:3,7"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}:{b}" for a, b in found)
+
+
+def _share(seed: int, segment: int) -> float:
+    digest = hashlib.sha256(f"{seed}/{segment}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2.0**56
+
+
+def kept_states(job: JobSpec, status: RunStatus) -> dict[int, int]:
+    """Return the segment of each stored state that a verifying run may begin with, by its step."""
+    options = getattr(job.strategy, "options", None)
+    is_whole = getattr(options, "local_steps", None) is None and job.hyperparameter_schedule is None
+    if not isinstance(job.strategy, RESUMABLE) or not is_whole:
+        return {}
+    return {commit.step: commit.segment for commit in status.commits}
+
+
+# ---- Comparison ----
+
+
+def doubt_of_job(job: JobSpec, numerics: int = rules.CURRENT) -> str:
+    """Return why another execution of a job, which ran under these numerics rules, may give other
+    bits; empty if it must not."""
+    if not job.execution.deterministic:
+        return "execution.deterministic: false permits sums in any order"
+    if job.privacy is not None and job.privacy.noise == "secret":
+        return "privacy.noise: secret draws other noise in each run, and spends more of the budget"
+    if numerics != rules.CURRENT:
+        return f"the run followed numerics rules {numerics}; a new run follows {rules.CURRENT}"
+    return ""
+
+
+def compared_inputs(job: JobSpec, inputs: Mapping[Input, Any]) -> dict[Input, Any]:
+    """Return the inputs of a run that another execution of its job must have, too."""
+    is_local, strategy = job.data.worker_local is not None, cast("Any", job.strategy)
+    is_bound = is_local
+    while strategy is not None:
+        selection = strategy.client_selection if isinstance(strategy, Federated) else None
+        is_bound = is_bound or isinstance(selection, ByCapability)
+        strategy = getattr(getattr(strategy, "options", None), "inner", None)
+    wanted = {
+        RULES,
+        NUM_SAMPLES,
+        *(() if is_local else (NUM_ROWS, ROWS)),
+        *((ROSTER,) if is_bound else ()),
+    }
+    return {key: value for key, value in inputs.items() if key[0] in wanted}
+
+
+def other_input(mine: Mapping[Input, Any], event: Event) -> str:
+    """Return how an event of a verifying run says that it computes from something else than the
+    run did; empty if it does not."""
+    for (kind, party), here in inputs_of(event).items():
+        there = mine.get((kind, party), here)
+        if there == here:
+            continue
+        at = f" of {party}" if party else ""
+        if kind == ROWS:
+            return f"the data{at} changed: their first rows are others"
+        if kind in (NUM_ROWS, NUM_SAMPLES):
+            return f"the data{at} changed: {there} rows in the run, {here} here"
+        if kind == ROSTER:
+            client = next(c for c in sorted({*there, *here}) if there.get(c) != here.get(c))
+            names = f"{there.get(client)} in the run, {here.get(client)} here"
+            return f"client {client}{at} is another worker: {names}"
+        return f"{kind}{at} differ: {there} in the run, {here} here"
+    return ""
+
+
+def why_incomparable(run: Claim, again: Claim) -> str:
+    """Return why another execution's claim, and those that follow, may differ from the run's."""
+    if again.doubt:
+        return f"in the verifying run, {again.doubt}"
+    if run.numerics and again.numerics and run.numerics != again.numerics:
+        return f"numerics differ: {run.numerics} in the run, {again.numerics} here"
+    return ""
+
+
+def first_step(run: History, again: History) -> tuple[int, str, tuple[float, float]] | None:
+    """Return the first step, series and values in which two histories differ, over the steps that
+    both have; None where they are equal."""
+    found: list[tuple[int, str, tuple[float, float]]] = []
+    for name, series in run.items():
+        other = again.get(name)
+        if series.observed or other is None or other.stride != series.stride:
+            continue
+        steps, left, right = np.intersect1d(series.step, other.step, return_indices=True)
+        mine, theirs = series.last[left], other.last[right]
+        differ = (mine != theirs) & ~(np.isnan(mine) & np.isnan(theirs))
+        if differ.any():
+            at = int(differ.argmax())
+            found.append((int(steps[at]), name, (float(mine[at]), float(theirs[at]))))
+    return min(found, default=None)
