@@ -119,8 +119,7 @@ _ROUNDINGS: Final = ((1.0, 0.37), (math.sqrt(2.0), 0.81))
 one rounding is not at an edge in the other."""
 
 _Row = dict[str, list[str]]
-"""A digest for each leaf, or for a tensor its kind and one digest per rounding, of which one must
-match."""
+"""A digest per leaf; of a tensor its kind and a digest per rounding, one of which must match."""
 
 
 class _Description(BaseModel):

@@ -41,8 +41,7 @@ _NO_KEYS: Final = BatchKeys()
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Interface of data sets with numbered rows. `take` gets int64 indices on the CPU and returns
-    (x, y)."""
+    """Interface of data sets. `take` gets int64 row numbers on the CPU and returns (x, y)."""
 
     def __len__(self) -> int: ...
 
@@ -51,8 +50,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorDataset:
-    """Data set of tensors, or tuples and dicts of them, whose first dimension counts rows. y may be
-    None."""
+    """Data set of (nested) tensors whose first dimension counts rows. y may be None."""
 
     x: Any
     y: Any

@@ -131,8 +131,7 @@ def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
 def _maker(
     module: str, name: str, names: tuple[str, ...], is_list: bool
 ) -> Callable[[list[Any]], Any]:
-    """Return a maker of the tuple or list class of this name; of a similar one if it is not
-    loaded."""
+    """Return a maker of this tuple or list class; of a similar one if it is not loaded."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
@@ -209,8 +208,7 @@ class MappedSegments:
 
 
 def _file(size: int) -> int:
-    """Make an in-memory file with all pages allocated, since a lack of memory later would kill the
-    process."""
+    """Make an in-memory file, fully allocated: a lack of memory later would kill the process."""
     fd = os.memfd_create("stratagem-batch", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)

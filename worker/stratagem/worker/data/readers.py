@@ -210,8 +210,7 @@ class ReaderPool:
             self._readers.append(_Reader(self._process()))
 
     def shrink(self, number: int) -> None:
-        """End all processes but `number` (at least one), which take over the orders of the
-        others."""
+        """End all processes but `number` (at least one), which take over all orders."""
         while len(self._readers) > max(number, 1):
             ended = self._readers.pop()
             ended.process.end()

@@ -142,8 +142,7 @@ def _is_pair(value: object) -> bool:
 
 
 def refuse_loaders(value: object, split: str) -> None:
-    """Raise InvalidInputError for objects that decide themselves which rows come next, like
-    loaders."""
+    """Raise InvalidInputError for objects that select rows themselves, such as loaders."""
     if isinstance(value, DataLoader):
         raise InvalidInputError.at(
             f"data.{split}",
@@ -186,8 +185,7 @@ _COLLATES: Final = dict(default_collate_fn_map)
 
 
 def rows_without_draws(source: Any, numbers: Sequence[int]) -> list[Any] | None:
-    """Return these rows if fetching them runs no code of the user's and does not fail, else
-    None."""
+    """Return these rows; None if fetching them runs code of the user's, or fails."""
     if not _is_plain(source):
         return None
     try:

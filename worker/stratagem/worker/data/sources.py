@@ -260,8 +260,7 @@ def rows_to_compare(
 
 
 def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
-    """Raise InvalidInputError for settings that do not fit the kind of data, and for rows that
-    change."""
+    """Raise InvalidInputError for settings that do not fit the data, and for rows that change."""
     streams = [split for split, dataset in splits.items() if isinstance(dataset, StreamDataset)]
     check_streams(job, streams)
     by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]
@@ -284,8 +283,7 @@ def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
 
 
 def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -> dict[str, int]:
-    """Return a factory's arguments for the client's number and the number of clients, if it takes
-    them.
+    """Return a factory's arguments for client number and count, if it takes them.
 
     Outside of a client's round a factory uses its defaults; one without defaults makes the data of
     client 0 of 1, and see `_with_rows`.

@@ -118,8 +118,7 @@ def opened(source: StreamSource, epoch: int, shard: int, state: str | None) -> I
 
 
 def stream_source(value: Any, split: str) -> StreamSource | None:
-    """Return the source for an object that yields rows one after the other; None for other
-    objects."""
+    """Return the source of an object that iterates over rows; None for other objects."""
     if not _is_stream(value):
         return None
     with user_code(f"looking at data.{split}"):

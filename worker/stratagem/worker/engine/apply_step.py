@@ -184,8 +184,7 @@ class ReportedRates:
     """
 
     def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
-        """Begin. spec: None if nothing is trained. turn: name of the turn that uses the
-        optimizer."""
+        """spec: None if nothing is trained. turn: name of the turn that uses the optimizer."""
         rules = () if spec is None else spec.rules()
         groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
         stem = f"{SERIES}.{turn}" if turn else SERIES

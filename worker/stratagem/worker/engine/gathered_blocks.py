@@ -246,8 +246,7 @@ class GatheredBlocks:
         return [param._version for param in self._blocks[number].params]
 
     def _pack(self, tensor: Tensor) -> Any:
-        """Return what autograd saves for a tensor: a placeholder for parts of gathered
-        parameters."""
+        """Return what autograd saves: a placeholder for (parts of) gathered parameters."""
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             found = self._places.get(tensor.untyped_storage().data_ptr())
             if found is not None and tensor.dtype == self._whole[found[0]][found[1]].dtype:

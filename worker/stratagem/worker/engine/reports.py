@@ -35,8 +35,7 @@ class StepReport:
     num_skipped: int = 0
     """Number of nodes whose step was skipped as not finite; 0 or 1 if there are no nodes."""
     phase: str = ""
-    """Name of the training phase, if any. Predicted steps repeat the last exact loss, with weight
-    0."""
+    """Name of the training phase, if any. Predicted steps have the last exact loss, weight 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers about the step, besides the loss."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)

@@ -162,8 +162,7 @@ class RowCosts:
         return self.local_epochs * -(-self.num_rows // self.batch_size)
 
     def epsilon_after(self, num_rounds: int) -> float:
-        """Return the epsilon spent by these rounds. Raises InvalidInputError without the
-        accountant."""
+        """Return the spent epsilon. Raises InvalidInputError without the accountant."""
         if not accountant.is_installed():
             raise InvalidInputError.at("privacy", f"this worker {accountant.NEEDED}")
         num_steps = num_rounds * self.steps_per_round

@@ -334,8 +334,7 @@ class ReceivedBlobs:
         return blob
 
     def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
-        """Open the upload of a blob: a new one, or the interrupted one. The caller resets
-        `is_open`.
+        """Open the upload of a blob, new or interrupted. The caller resets `is_open`.
 
         An upload opened by a coordinator of an earlier term is dropped, since that one may be
         frozen.

@@ -94,8 +94,7 @@ class ClientStateStore:
             ) from None
 
     def _make_room(self, folder: Path) -> None:
-        """Before the first state of a new run, delete the least recently written runs above the
-        limit."""
+        """Delete the least recently written runs above the limit, before a new run begins."""
         if folder.exists() or not self._folder.exists():
             return
         runs = sorted(self._folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)

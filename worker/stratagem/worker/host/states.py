@@ -47,8 +47,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class DirectStates:
-    """Reads states from the coordinator's folder, as this worker sees it. Used on the event
-    loop."""
+    """Reads states from the coordinator's folder. Used on the event loop."""
 
     folder: StateFolder
     limits: Limits
@@ -212,8 +211,7 @@ async def received_list(
     limits: Limits,
     idle_timeout_s: float,
 ) -> LeafList:
-    """Return the list of leaves that follows the header. Raises IntegrityError for a wrong
-    digest."""
+    """Return the list of leaves after the header. Raises IntegrityError for a wrong digest."""
     most = len(MAGIC) + MAX_HEADER_BYTES
     most += 32 * (limits.max_total_bytes // LEAF_BYTES + limits.max_tensors + 1)
     if header.list_bytes > most:

@@ -240,8 +240,7 @@ class _Forming:
                 self._offer[name] = EngineOffer("", place.hub.address.encode())
 
     def agree(self) -> tuple[str, list[bytes]]:
-        """Exchange offers in the rendezvous; return the chosen engine and all members'
-        addresses."""
+        """Exchange offers by the rendezvous; return the chosen engine and all addresses."""
         answers = self._rendezvous(encode(self._offer))
         offers = [decode(answer, rank) for rank, answer in enumerate(answers)]
         choice: EngineChoice = choose(offers)

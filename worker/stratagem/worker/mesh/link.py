@@ -58,8 +58,7 @@ class Link(Protocol):
     def recv(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer: ...
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the peers; from any thread, any number of
-        times."""
+        """Make every wait fail soon, here and at the peers; from any thread, repeatedly."""
 
     def close(self) -> None:
         """Free the link. No received tensor is written afterwards, if the caller has dropped its
@@ -67,8 +66,7 @@ class Link(Protocol):
 
 
 class MessageLink(Protocol):
-    """Interface of links for messages named by step and tag, whose sizes the receivers do not
-    know."""
+    """Interface of links for messages by step and tag, of sizes that receivers do not know."""
 
     @property
     def name(self) -> str:
@@ -120,8 +118,8 @@ class Forming(Generic[F]):
         self._link: Future[F] = Future()
 
     def link(self) -> F:
-        """Block until the link is formed; return it. Raises the errors of forming, or ExchangeError
-        when cut."""
+        """Block until the link is formed; return it. Raises ExchangeError when cut, among
+        others."""
         here = contextvars.copy_context()  # the subjects of this thread's log lines
         threading.Thread(target=here.run, args=(self._run,), name="forming", daemon=True).start()
         try:

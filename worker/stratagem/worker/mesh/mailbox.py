@@ -135,16 +135,14 @@ class Mailbox:
                 self._unreserve(route)
 
     def take(self, route: Route, timeout_s: float) -> memoryview:
-        """Block until a message of unknown size is complete; return its bytes, which belong to the
-        caller."""
+        """Block until a message of unknown size is complete; return its bytes."""
         with self.changed:
             self._await(route, lambda: self._is_here(route), timeout_s)
             self._unreserve(route)
             return self._messages.pop(route).buffer
 
     def has(self, route: Route) -> bool:
-        """Return whether `take` would not block: the message is complete, or cannot come any
-        more."""
+        """Return whether `take` would return at once: the message is complete, or cannot come."""
         with self.changed:
             return self._is_here(route) or bool(self._reason(route))
 
@@ -319,6 +317,5 @@ def _mismatch(receive: Receive, spec: TensorSpec) -> str:
 
 
 def _room(size_bytes: int) -> memoryview:
-    """Return memory that is only allocated as it is written, since an announced message may never
-    come."""
+    """Return memory that is allocated as it is written: an announced message may never come."""
     return np.empty(size_bytes, np.uint8).data

@@ -48,8 +48,7 @@ class Group:
     rank: int
     size: int
     worker_ids: tuple[str, ...] = ()
-    """The workers accepted as members, by rank, as the coordinator says; empty without
-    certificates."""
+    """The workers that the coordinator has made members, by rank; empty without certificates."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -64,8 +63,7 @@ class Group:
 
 
 class Endpoint:
-    """A member's mailbox as other members reach it. `streams` and `was_cut` are used on the event
-    loop."""
+    """A member as others reach it. `streams` and `was_cut` are used on the event loop."""
 
     def __init__(self, group: Group, max_early_bytes: int) -> None:
         self.group = group
@@ -97,8 +95,7 @@ class PeerHub:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def join(self, group: Group) -> Endpoint:
-        """Accept streams for this group from now on, and refuse those of the member's older
-        groups."""
+        """Accept streams for this group from now on, and none of the member's older groups."""
         with self._lock:
             newest = self._memberships.get(group.key, 0)
             if group.membership < newest:
@@ -121,8 +118,7 @@ class PeerHub:
                 del self._endpoints[endpoint.group.key]
 
     def find(self, header: peer_pb2.PeerHeader) -> Endpoint:
-        """Return the endpoint that a header addresses; raise if the sender is not in its
-        membership."""
+        """Return the endpoint of a header; raise if the sender is not in its membership."""
         key = (header.run_id, header.party, header.destination)
         with self._lock:
             newest = self._memberships.get(key, 0)
@@ -171,8 +167,7 @@ class PeerHub:
 
 
 def _own_rank(servicer: Any, request: peer_pb2.SendRequest, caller: Caller) -> None:
-    """Check that the first header names a member that the caller may be, and later headers the
-    same."""
+    """Check that all headers name the same member, and that the caller may be that member."""
     if not caller.is_known or request.WhichOneof("message") != "header":
         return
     hello = request.header

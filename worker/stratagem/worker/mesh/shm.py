@@ -32,13 +32,11 @@ _NO_SEGMENT: Final = b"N"
 
 
 class UnshareableError(ExchangeError):
-    """Raised if members that seemed to be on one host cannot share memory; a retry does not
-    help."""
+    """Raised if members of one host cannot share memory; a retry does not help."""
 
 
 def allocate(size_bytes: int) -> int:
-    """Allocate a segment with all its pages, since a lack of memory later would kill the
-    process."""
+    """Allocate a segment completely: a lack of memory later would kill the process."""
     fd = os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, max(1, size_bytes))
@@ -336,8 +334,7 @@ class SharedGroup:
         return [segments[rank] for rank in range(self.size)]
 
     def send_token(self) -> None:
-        """Send a token (one byte) to each other member, without blocking; `hear` notices lost
-        peers."""
+        """Send a token (one byte) to each peer, without blocking; `hear` notices lost peers."""
         for peer in self._owed:
             self._owed[peer] += 1
         self._flush()

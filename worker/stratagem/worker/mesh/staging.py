@@ -100,14 +100,12 @@ class SideStream:
             self._stream.wait_event(mark)
 
     def entered(self) -> AbstractContextManager[object]:
-        """Return a context manager inside which the calling thread queues its work on this
-        stream."""
+        """Return a context manager in which the calling thread queues work on this stream."""
         if self._stream is None:
             return nullcontext()
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """Let later work of the calling thread's current stream wait for all work on this
-        stream."""
+        """Let later work on the calling thread's current stream wait for this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)

@@ -94,8 +94,7 @@ class GroupTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SocketId:
-    """Identifies a socket of this process; the inode differs if a later socket reuses the
-    number."""
+    """Identifies a socket; the inode differs if a later socket reuses the number."""
 
     fd: int
     inode: int
@@ -135,8 +134,7 @@ def shut_down(target: SocketId) -> None:
 
 
 def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
-    """Yield each internet socket of this process as a duplicate, which is closed after the
-    iteration step."""
+    """Yield a duplicate of each internet socket, which is closed at the next step."""
     for name in os.listdir("/proc/self/fd"):
         sock = _duplicate(int(name))
         if sock is None:
@@ -188,8 +186,7 @@ _forming = threading.Lock()
 def form_gloo(
     rank: int, size: int, host: str, rendezvous: Rendezvous, timeout_s: float
 ) -> GlooLink:
-    """Connect `size` members by gloo; block until all are connected. host: this machine's address
-    for the others.
+    """Connect `size` members by gloo. host: this machine's address for the others.
 
     rendezvous: sends this member's address and returns all addresses, by rank; its errors are
     passed on.

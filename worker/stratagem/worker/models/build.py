@@ -142,8 +142,7 @@ MODULES: Final[Mapping[str, Callable[..., nn.Module]]] = {
 
 
 class GraphModule(nn.Module):
-    """Model of a graph document: runs nodes in topological order; inputs of a node are in order of
-    port.
+    """Model of a graph document: runs nodes in topological order, with inputs by port.
 
     The model's inputs go to the input nodes, before the values of edges. One output is returned
     directly, several as a tuple. Without named inputs or outputs these are the nodes without
@@ -211,8 +210,7 @@ _EMPTY: Final = torch.ops.aten.empty.memory_format
 
 
 class FileStorage(TorchDispatchMode):
-    """Context manager in which large new CPU tensors of the thread get storage in files of a
-    folder.
+    """Context manager in which large new CPU tensors are stored in files of a folder.
 
     The files have no names, and disappear with their tensors or with the process.
     """
@@ -418,8 +416,7 @@ def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
 
 
 def _checked(model: object, by: str) -> nn.Module:
-    """Return a factory's result if it is a model, else raise InvalidInputError. by: name of the
-    factory."""
+    """Return a factory's result; raise InvalidInputError if it is no model. by: its name."""
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InvalidInputError.at("model", f"{by} returned a {kind}, not a torch.nn.Module")

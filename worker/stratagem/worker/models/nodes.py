@@ -39,8 +39,7 @@ class Trained:
         return self.copies[0].param
 
     def gradient(self) -> Tensor | None:
-        """Return the sum of the copies' gradients, beginning with the last copy; None if there are
-        none."""
+        """Return the sum of the copies' gradients, from the last one; None without any."""
         return add_uses(copy.param.grad for copy in self.copies)
 
     def forget(self) -> None:
@@ -120,8 +119,7 @@ class Absent(nn.Module):
 
 
 def check_not_shared(model: nn.Module, owner: Mapping[str, int], program: ModelProgram) -> None:
-    """Raise InvalidInputError if nodes of different owners share a module; shared parameters are
-    allowed."""
+    """Raise InvalidInputError if nodes of different owners share a module."""
     holder: dict[int, str] = {}
     for node, root in node_modules(model, program).items():
         for name, module in root.named_modules():

@@ -87,8 +87,7 @@ def _part(value: Any, index: int, count: int) -> Any:
 
 
 class _Fan(torch.autograd.Function):
-    """Autograd function that returns a value once per use, and adds the uses' gradients in
-    order."""
+    """Autograd function that returns a value once per use, and adds gradients in order."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -306,8 +306,7 @@ def _extra_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_extra(name: str) -> bool:
-    """Return whether a name in a state is that of `get_extra_state`, not of a tensor with such an
-    ending."""
+    """Return whether a name in a state is that of `get_extra_state`, not of a tensor."""
     return name.rpartition(".")[2] == _EXTRA
 
 

@@ -25,8 +25,7 @@ _MAX_BUFFER_ELEMENTS: Final = 1 << 18
 
 
 def checkpointed(forward: Forward, modules: Iterable[nn.Module]) -> Forward:
-    """Wrap a function so that only its arguments are kept, and the rest is recomputed in backward.
-    modules: those that it calls."""
+    """Wrap a function so that backward recomputes all but its arguments. modules: those called."""
     buffers = [
         buffer
         for module in modules

@@ -105,8 +105,7 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Return whether a module is a list of layers; a Sequential of operations counts as one
-    layer."""
+    """Return whether a module is a list of layers; a Sequential of operations is one layer."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
     is_deep = any(list(child.children()) for child in module.children())
@@ -138,8 +137,7 @@ class CompileGate:
 def check_compiler(mode: str, device: torch.device) -> None:
     """Raise InvalidInputError if this worker cannot compile.
 
-    It must not run eagerly instead, since eager code has other bits than the compiled code of the
-    other members.
+    It must not run eagerly instead, since eager code has other bits than compiled code.
     """
     missing = _missing(device)
     if missing is not None:
@@ -335,8 +333,7 @@ class _Wrapper:
     randomness: KeyedRandomness
 
     def put_on(self, module: nn.Module, *, is_compiled: bool) -> None:
-        """Replace the module's forward pass by one with the settings applied, without
-        checkpointing."""
+        """Replace the module's forward pass by one with all settings but checkpointing."""
         forward: Forward = module.forward
         dtype = low_dtype(self.spec)
         if not is_compiled and dtype is None:

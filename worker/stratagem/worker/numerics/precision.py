@@ -142,8 +142,7 @@ class LossScale:
 
     @classmethod
     def of(cls, spec: ExecutionSpec) -> "LossScale":
-        """Make a job's scale: dynamic for float16; 1 for other dtypes, which have float32's
-        range."""
+        """Make a job's scale: dynamic for float16, 1 for dtypes with the range of float32."""
         is_dynamic = low_dtype(spec) is torch.float16
         return cls(is_dynamic, _FIRST_SCALE if is_dynamic else 1.0)
 

@@ -57,8 +57,7 @@ class Draws:
 
 
 class KeyedRandomness:
-    """Seeds the generators of one model's device by the computation; its hooks stay on the
-    model."""
+    """Seeds the generators of a model's device by the computation, through hooks."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -161,8 +160,7 @@ class KeyedRandomness:
         return Draws({n: c for n, c in made.items() if n in idle}, last if last in idle else None)
 
     def catch_up(self, draws: Draws) -> None:
-        """Set generators and call counts to what they would be after these modules ran
-        uncompiled."""
+        """Set generators and call counts as if these modules had run uncompiled."""
         if self._prefix is None:
             return
         self._num_calls = dict(Counter(self._num_calls) + Counter(draws.skipped))

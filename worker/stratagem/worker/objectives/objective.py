@@ -352,8 +352,7 @@ class ReturnedLoss:
 
 
 def weight_of(model: nn.Module, labels: Any) -> Weight:
-    """Return the items over which the model's loss is assumed to be a mean: "rows", "labels",
-    ..."""
+    """Return what a model's loss is assumed to be a mean over: "rows", "labels", ..."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return "rows"
     return "shifted_labels" if labels.dim() > 1 and _shifts_labels(model) else "labels"

@@ -59,8 +59,7 @@ class _Watch:
     is_on: bool = False
 
     def hook(self, _: Tensor) -> None:
-        """Hook that runs when a parameter has received a gradient: a step function must not run
-        backward."""
+        """Hook for a parameter's gradient, since a step function must not run backward."""
         if self.is_on:
             raise RuntimeError(
                 "a step returns its loss and does not call backward: the gradient would be "

@@ -101,8 +101,7 @@ def _join_replicas(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView)
 
 
 def give_up(work: ExecutionContext, view: MemberView, reason: str) -> None:
-    """Leave a failed exchange, and report the failure to the coordinator, which looks for its
-    cause."""
+    """Leave a failed exchange, and report it to the coordinator, which finds the cause."""
     leave(work)
     suspect(work, view, reason)
 
@@ -120,8 +119,7 @@ def leave(work: ExecutionContext) -> None:
 def _meet(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
 ) -> tuple[Link | SharedGroup | None, Members]:
-    """Wait for all members of the view; return (link between them, for AllReduce; what each
-    says)."""
+    """Wait for all members of the view; return (link, for AllReduce; members' messages)."""
     mine = coordinator_pb2.RendezvousMember(
         applied_step=work.holding.applied_step,
         address=work.host.address,
@@ -250,8 +248,7 @@ def join_nodes(
     members: Sequence[coordinator_pb2.RendezvousMember],
     link: Link | None,
 ) -> Joined:
-    """Return this member's gossip nodes, and their exchange under this view, which owns the
-    link."""
+    """Return this member's gossip nodes, and their exchange, which owns the link."""
     weights = mixing_weights(work.job, plan.num_shards)
     steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
     is_common = len(steps) == 1 and None not in steps

@@ -51,8 +51,7 @@ def _followed(damping: float, ahead: int) -> float:
 
 
 def _momentum(steps: Sequence[int], followed: float) -> list[float]:
-    """Return the coefficients that extrapolate from the last gradient by the last difference per
-    step."""
+    """Return the coefficients that extrapolate by the last difference per step."""
     if len(steps) == 1:
         return [1.0]
     share = followed / (steps[-1] - steps[-2])
@@ -60,8 +59,7 @@ def _momentum(steps: Sequence[int], followed: float) -> list[float]:
 
 
 def _least_squares(steps: Sequence[int], decay: float, followed: float) -> list[float]:
-    """Return the coefficients of a weighted line fit b + v·t, t = step − newest step, weights
-    decay^(−t)."""
+    """Return coefficients of the line fit b + v·t, t = step − newest step, weights decay^(−t)."""
     times = [float(step - steps[-1]) for step in steps]
     weights = [decay**-time for time in times]
     s0 = sum(weights)

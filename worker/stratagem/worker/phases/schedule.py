@@ -378,8 +378,7 @@ def needed_full_steps(state: State, spec: PhasesSpec) -> int:
 
 
 def check_due(state: State) -> bool:
-    """Return whether the open step is the first exact one after predictions, which are then
-    checked."""
+    """Return whether the open step is the first exact one after predictions."""
     return state.is_open and state.phase.is_exact and state.num_since_exact > 0
 
 

@@ -203,8 +203,7 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
 class PhaseTraining:
-    """The schedule, gradient history and statistics of one replica's training. Used by one
-    thread."""
+    """Schedule, gradient history and statistics of one replica. Used by one thread."""
 
     def __init__(self, spec: PhasesSpec, params: NamedParams, numerics: int = CURRENT) -> None:
         self._spec, self._numerics = spec, numerics

@@ -138,8 +138,7 @@ STOPPED: Final = "on_evaluation has called view.stop()"
 
 
 def show(work: ExecutionContext, plan: pb.ShowPlan) -> pb.Shown:
-    """Call on_evaluation; return the numbers that it has logged, and whether it ends the
-    training."""
+    """Call on_evaluation; return its logged numbers, and whether it ends the training."""
     work.set_activity("showing an evaluation")
     seen = EvaluationView(plan.step, plan.split, dict(plan.metrics))
     _callbacks(work).saw_evaluation(seen)

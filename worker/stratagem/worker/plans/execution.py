@@ -235,8 +235,7 @@ class PlanExecution:
             self.start()
 
     def _is_outdated(self) -> bool:
-        """Return whether the result belongs to an older view; errors of the user's code stay
-        valid."""
+        """Return whether the result belongs to an older view; errors of the user stay valid."""
         result = self._work.outbox.result
         kind = result.WhichOneof("outcome") if result is not None else None
         if kind == "interrupted":

@@ -42,8 +42,7 @@ class StepHistory:
         """Number of steps in the history before those of this plan."""
         self._is_first = view.rank == 0
         self._is_shared = not are_models_apart(work.job.strategy)
-        """True if all members know the numbers of a step alike, which is not so for nodes and
-        replicas."""
+        """True if all members know the same numbers of a step, unlike nodes and replicas."""
         num_ranks = len(set(plan.ranks))
         self._has_parts = not num_ranks or view.rank < num_ranks
         """True if this member's stages are recorded: only those of the first pipeline are."""

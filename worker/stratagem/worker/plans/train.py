@@ -455,8 +455,7 @@ def own_metrics(
     *,
     wants_sums: bool = False,
 ) -> pb.OwnMetrics | None:
-    """Return the user's own metrics if `parts` has all batches of the splits; otherwise keep their
-    inputs.
+    """Return the user's own metrics if `parts` has all batches; otherwise keep their inputs.
 
     None if the job has no such metrics, or this member no batches. wants_sums: the rows are those
     of one client, which also reports the metrics' states if these are sums.
@@ -484,8 +483,7 @@ def own_metrics(
 
 
 def measure(work: ExecutionContext, plan: pb.MeasurePlan) -> pb.OwnMetrics:
-    """Return the user's own metrics over the batches of all members, which are in the plan's
-    blob."""
+    """Return the user's own metrics over all members' batches, from the plan's blob."""
     work.set_activity("measuring")
     own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
     tensors, metadata = work.blob(plan.outputs)

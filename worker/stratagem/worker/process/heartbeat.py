@@ -65,8 +65,7 @@ class BeatStream:
     beat_now: asyncio.Event
     """Set to request the next heartbeat at once."""
     drain_said: asyncio.Event
-    """Set once a heartbeat that announces the drain was answered, or the call has ended after
-    one."""
+    """Set once a heartbeat that announces the drain was answered, or has ended the call."""
     is_draining: Callable[[], bool]
     is_over: Callable[[], bool]
     """Returns whether to stop sending heartbeats."""
@@ -155,8 +154,7 @@ REMIND_S: Final = 60.0
 SELDOM_S: Final = 3600.0
 """Maximum seconds between two logs of a lasting failure."""
 LOOK_AGAIN_EVERY: Final = 10
-"""After this number of consecutive failures the cause is checked again for a problem of
-identity."""
+"""After so many consecutive failures the cause is checked for a problem of identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +181,7 @@ class Agent:
     proxy: str = ""
     on_registered: Callable[[], None] = lambda: None
     on_store: Callable[[str], None] = lambda _: None
-    """Called at each registration with the identifier of the coordinator's folder of states, or
-    ""."""
+    """Called at each registration with the id of the coordinator's folder of states, or ""."""
     for_run: str = ""
     """The run for which this process was started."""
     on_released: Callable[[], None] = lambda: None
@@ -246,8 +243,7 @@ class Agent:
             await self._has_said_drain.wait()
 
     async def leave(self, reason: str) -> None:
-        """Stop the heartbeats, and tell the coordinator, if it can be reached, that this worker
-        leaves."""
+        """Stop the heartbeats, and tell a reachable coordinator that this worker leaves."""
         if self.is_registered.is_set():
             self._why_leaving = reason
             self._beat_now.set()
@@ -294,8 +290,7 @@ class Agent:
             attempt += 1
 
     async def _beat(self, stub: "CoordinatorServiceAsyncStub", interval_s: float) -> None:
-        """Send heartbeats until this worker leaves, or the coordinator does not know it any
-        more."""
+        """Send heartbeats until this worker leaves, or is unknown to the coordinator."""
         num_failed = 0
         while not self._why_leaving:
             asked, began_s = self.coordinators.present, time.monotonic()
@@ -315,8 +310,7 @@ class Agent:
     async def _beat_on(
         self, stream: BeatStream, stub: "CoordinatorServiceAsyncStub"
     ) -> Exception | None:
-        """Send heartbeats over a stream until it ends; return the error, or None if the end is
-        regular."""
+        """Send heartbeats over a stream until it ends; return the error, None if regular."""
         try:
             await stream.run(stub)
         except grpc.aio.AioRpcError as error:

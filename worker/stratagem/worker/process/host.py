@@ -58,8 +58,7 @@ if TYPE_CHECKING:
 
 
 class WorkerSecurity:
-    """The identity, gate and network engines of one process. Raises InvalidInputError for settings
-    that do not fit together."""
+    """Identity, gate and engines of one process. Raises InvalidInputError for unfit settings."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings

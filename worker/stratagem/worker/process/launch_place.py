@@ -127,8 +127,7 @@ def _plain(environ: Mapping[str, str], host: str, pid: int) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks of a Slurm step on this node: "4(x2),1" means 4, 4 and 1 by
-    node."""
+    """Return a Slurm step's number of tasks on this node: "4(x2),1" is 4, 4 and 1 by node."""
     told = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not told:
         return 1

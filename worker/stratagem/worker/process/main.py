@@ -519,8 +519,7 @@ async def _in_thread(
 
 
 async def _serve_health(security: WorkerSecurity, port: int) -> _Health:
-    """Serve health checks on a separate port, so that they neither wait behind tensors nor count as
-    calls."""
+    """Serve health checks on a separate port, where they do not wait behind tensors."""
     server = make_health_server()
     servicer = add_health(server)
     address = security.listen_for_probes(server, port)

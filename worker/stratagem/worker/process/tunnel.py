@@ -41,8 +41,7 @@ SETTLED_S: Final = 1.0
 """Seconds after which a parked stream is replaced at once when it ends."""
 CLOSE_TIMEOUT_S: Final = 2.0
 LOOK_AGAIN_EVERY: Final = 10
-"""After this number of consecutive failures the cause is checked again for a problem of
-identity."""
+"""After so many consecutive failures the cause is checked for a problem of identity."""
 
 log = structlog.get_logger(__name__)
 
@@ -100,8 +99,7 @@ class Tunnel:
                 return StratagemError("the coordinator ended the stream at once")
 
     async def _parked(self, call: Any) -> bytes | None:
-        """Park a stream and return the first bytes of its connection; None if it must be
-        replaced."""
+        """Park a stream; return its first bytes, or None if it must be replaced."""
         hello = pb.RelayRequest(worker_id=self.worker_id, incarnation=self.incarnation)
         frame: Any = grpc.aio.EOF
         try:

@@ -105,8 +105,7 @@ class Sessions:
         self.fences = FenceGuard()
 
     def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
-        """Return the running or finished execution of a request, with the request attached; None if
-        there is none."""
+        """Return the execution of a request, with the request attached; None if there is none."""
         session = self._sessions.get(key_from(request.session))
         known = session.find(key_of(request)) if session is not None else None
         if known is not None:
@@ -343,8 +342,7 @@ ASK_TIMEOUT_S: Final = 0.9
 
 
 class FenceGuard:
-    """Knows the highest term and memberships, and checks calls against them. Used on the event
-    loop."""
+    """Checks calls against the highest term and memberships. Used on the event loop."""
 
     def __init__(self) -> None:
         self._term = 0

@@ -67,8 +67,7 @@ class Watchdog:
     _num_steps: int = 0
     """This worker's number of steps when that run got the thread."""
     _wanted_s: float | None = None
-    """Time since which others have waited for the thread while its work is not needed; None if none
-    wait."""
+    """Time since which others wait for the thread, whose work is not needed; None if none do."""
     _told: list[PlanExecution] = field(default_factory=list)
     """The plans to which the present stay was reported."""
     _told_s: float = 0.0
@@ -162,8 +161,7 @@ class Watchdog:
         return any(plan.is_attended and not plan.is_ended for plan in waiting if plan is not owner)
 
     def _waited_s(self, now_s: float) -> float:
-        """Return how long others have waited while the thread's work is not needed; 0 if they have
-        not."""
+        """Return how long others have waited for a thread with unneeded work; else 0."""
         wanted_s, while_s = self._wanted_s, self.limits.grace_s / LOOKS
         if wanted_s is None or not self._stay.is_hopeless(now_s, while_s, wanted_s=wanted_s):
             return 0.0
@@ -178,8 +176,7 @@ class Watchdog:
             self._log(cause, seconds)
 
     def _report(self, now_s: float) -> None:
-        """Report the stay to the plans that have the thread or wait for it, including later
-        ones."""
+        """Report the stay to the plans that have the thread or wait for it, also later ones."""
         seconds = self.host.stats.stalled_s = now_s - self._stay.since_s
         plans, is_again = list(self.sessions.awaiting_thread()), is_due_again(seconds, self._told_s)
         waited_s = self._waited_s(now_s)

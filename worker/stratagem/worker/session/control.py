@@ -285,8 +285,7 @@ class Outbox:
     """The messages of one execution, for any number of attached calls."""
 
     def __init__(self, worker_id: str, disclosure: Disclosure | None = None) -> None:
-        """Begin without messages. disclosure: a site's rules for messages; None to send
-        everything."""
+        """Begin without messages. disclosure: a site's rules; None to send everything."""
         self._worker_id, self._disclosure = worker_id, disclosure
         self._changed = asyncio.Event()
         self._needed: dict[int, pb.NeedBlob] = {}  # by serial number
@@ -333,8 +332,7 @@ class Outbox:
         self._wake()
 
     def log(self, line: pb.LogLine) -> None:
-        """Add a log line. When there are too many unsent ones, the oldest is dropped and
-        counted."""
+        """Add a log line. If too many are unsent, the oldest one is dropped and counted."""
         if self._disclosure is not None and not self._disclosure.shares_logs:
             return
         if len(self._lines) >= MAX_LOG_LINES:

@@ -85,8 +85,7 @@ class LeafPieces:
         await self._open.aclose()
 
     async def gather(self, leaf: pb.JoinedLeaf) -> list[memoryview]:
-        """Return the bytes of a leaf, in order. Raises UnavailableError if a holder is
-        unavailable."""
+        """Return the bytes of a leaf, in order. Raises UnavailableError without a holder."""
         by_holder: dict[int, list[pb.LeafPiece]] = {}
         for piece in leaf.pieces:
             by_holder.setdefault(piece.holder, []).append(piece)

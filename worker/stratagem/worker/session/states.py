@@ -51,8 +51,7 @@ class Frozen:
     copy: MemoryCopy | None = field(default=None, compare=False)
     """A copy for readers on this machine, which exists as long as this state."""
     mirror: "Frozen | None" = None
-    """The mirrored slice of the member before this one, in the same state; None without a
-    mirror."""
+    """The previous member's mirrored slice of the same state; None without a mirror."""
 
     def named(self, name: str) -> "Frozen":
         """Return this state or its mirror, by name. Raises NotFoundError."""

@@ -33,8 +33,7 @@ MAX_CHARS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class CodePlaces:
-    """The places of a job's code: its bundle's digest ("" without one), and the packages it
-    names."""
+    """A job's code: its bundle's digest ("" without one), and the packages it names."""
 
     bundle: str
     packages: frozenset[str]

@@ -212,8 +212,7 @@ class SiteGate:
         self._note(fields, self._clock())
 
     def _newest(self) -> SiteFile:
-        """Return the present file, read again if changed. Raises RefusedBySiteError if it is wrong
-        now."""
+        """Return the file, read again if changed. Raises RefusedBySiteError if it is wrong."""
         stamp = _stamp(self._site)
         if stamp != self._stamp:
             self._stamp, self._wrong = stamp, ""

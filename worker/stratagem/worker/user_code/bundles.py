@@ -174,8 +174,7 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Install the finder once, before Python's finders, which would also find modules in a
-    bundle."""
+    """Install the finder once, before Python's, which would also find bundled modules."""
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -217,8 +216,7 @@ class CodeStore:
             self._temporary.remove()
 
     def take(self, digest: str, run_id: str, fetch: Callable[[], bytes]) -> None:
-        """Provide a bundle for a run, ready for import. fetch: returns the archive if it is not
-        here.
+        """Provide a bundle for a run, ready for import. fetch: returns a missing archive.
 
         Raises IntegrityError for a wrong digest, InvalidInputError if the archive is not a bundle.
         """
@@ -257,8 +255,7 @@ class CodeStore:
         sync_folder(self._folder)
 
     def _make_room(self) -> None:
-        """Remove the least recently used bundles until the rest fits; never bundles of runs that
-        are here."""
+        """Remove the least recently used bundles of no present run until the rest fits."""
         kept = [path for path in self._folder.iterdir() if not path.name.startswith(_PART)]
         sizes = {path: _size(path) for path in sorted(kept, key=lambda path: path.stat().st_mtime)}
         total = sum(sizes.values())
