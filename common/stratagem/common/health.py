@@ -11,7 +11,7 @@ from stratagem.common.rpc.health_probe import TIMEOUT_S, health_of, is_healthy
 
 
 def main() -> int:
-    """0 when all services answer SERVING, else 1; the answers stand on standard output."""
+    """Print the answer of each service; return 0 if all are SERVING, else 1."""
     parser = argparse.ArgumentParser(prog="python -m stratagem.common.health")
     parser.add_argument("addresses", metavar="HOST:PORT", nargs="+")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")

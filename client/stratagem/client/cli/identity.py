@@ -290,7 +290,7 @@ def _print_certificates(files: list[Path]) -> None:
 
 
 def _holder(word: str) -> str:
-    """Return the entry of a revocation list for a holder such as worker/w3 or a fingerprint."""
+    """Convert a holder such as worker/w3, or a fingerprint, to an entry of a revocation list."""
     if word.startswith("sha256:"):
         return word
     role, _, name = word.partition("/")

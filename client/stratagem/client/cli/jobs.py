@@ -154,7 +154,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
 
 
 def workers_of(coordinator: str | None, proof: Proof) -> tuple[Worker, ...] | None:
-    """Return the workers of a coordinator; None without one."""
+    """Return the workers of a coordinator; None if no coordinator is given."""
     if coordinator is None:
         return None
     with Access(coordinator, proof).client() as client:
@@ -218,7 +218,7 @@ MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
 
 
 def _forms(incomplete: str) -> list[str]:
-    """Return the beginnings of an export's form and target."""
+    """Return completions for FORM:TARGET of an export."""
     forms = [f"{name}:" for name in MODEL_FORMS]
     return [*(each for each in forms if each.startswith(incomplete)), *sink_forms(incomplete)]
 

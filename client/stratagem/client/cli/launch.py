@@ -116,7 +116,7 @@ JobNameOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A run to submit, with the workers that an engine is to start for it."""
+    """A run to submit together with workers that an engine, such as Slurm, starts for it."""
 
     job_path: Path
     job: JobSpec
@@ -126,13 +126,13 @@ class _Request:
     access: Access
 
     def launch_here(self) -> WorkerLaunch:
-        """Return a launch on nodes with this Python and the user's folders at the same places."""
+        """Return the launch for nodes with this Python and the user's folders at the same paths."""
         check_addresses("--coordinator", self.access.coordinator)
         folders = tuple(str(folder.resolve()) for folder in import_folders(self.job_path))
         return self.launch(self.access.coordinator, sys.executable, folders)
 
     def launch(self, coordinator: str, python: str, folders: tuple[str, ...]) -> WorkerLaunch:
-        """Return a launch of the workers; see launch_of."""
+        """Return the description of the workers to start; see launch_of."""
         of_each = (self.num_workers, python, folders, self.worker_options)
         return launch_of(self.job, self.run_id, coordinator, *of_each)
 
@@ -146,10 +146,8 @@ class _Request:
         *,
         only_print: bool,
     ) -> None:
-        """Submit the run, and let an engine take the file with its workers; or only print the file.
-
-        submit: hand the file over, and return the name of the engine's job.
-        """
+        """Submit the run, and the file with its workers to the engine; or only print the file.
+        submit: passes the file to the engine, and returns the name of the engine's job."""
         hosts = [split_address(each)[0] for each in split_addresses(launch.coordinator)]
         if any(map(is_loopback, hosts)):
             complain(f"only this machine can reach {launch.coordinator}; workers elsewhere cannot")

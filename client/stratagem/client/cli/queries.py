@@ -87,7 +87,7 @@ def list_runs(
 
 
 def _none_of(known: Sequence[RunStatus]) -> str:
-    """Return that no run matches, and which phases and strategies there are."""
+    """Return the message that no run matches, with the phases and strategies that exist."""
     phases = ", ".join(sorted({str(run.phase) for run in known}))
     strategies = ", ".join(sorted({run.strategy for run in known}))
     return (

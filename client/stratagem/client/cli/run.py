@@ -54,7 +54,7 @@ from stratagem.common.job import entry_points, load_job, with_fields
 from stratagem.common.process.cpu_threads import ThreadChoice
 
 LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
-"""The time allowed for placement: a killed worker of a local cluster is back in a few seconds."""
+"""The placement timeout on a local cluster, where a killed worker is back in a few seconds."""
 
 JobArgument = Annotated[
     Path, typer.Argument(metavar="JOB", help="Job file, in YAML, TOML or JSON.")
@@ -290,7 +290,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
 
 
 def _resume_run(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
-    """Make the run continue, and return it with the index of its next event."""
+    """Resume the run; return its handle and the index of its next event."""
     handle = client.get(run_id)
     before = handle.status()
     # If its cluster was killed while it ran, it continues by itself.
@@ -305,28 +305,28 @@ def _resume_run(client: Client, run_id: str, segment: int | None) -> tuple[RunHa
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """A run that is shown until its end."""
+    """A run that a command follows and displays until it ends, with report and sinks."""
 
     handle: RunHandle
     view: View
     output: Path | None = None
     from_index: int = 0
     known: int = 0
-    """The index of the first event that is shown; earlier ones are only counted."""
+    """The index of the first event to show; earlier ones are only counted."""
     report: Path | None = None
-    """The file for a page about the run, which is written however the run ends."""
+    """The path of the HTML report, which is written however the run ends; None for no report."""
     sinks: Mapping[str, Sink] = field(default_factory=dict)
-    """The sinks by the text that names each."""
+    """The sinks that log the run, keyed by their command-line text."""
     threads: int | None = None
-    """The number of threads of each worker, if this command started them."""
+    """The number of threads per worker, if this command started the workers."""
 
     def say_why(self) -> None:
-        """Print the note about the submission, if there is one."""
+        """Print the note about the submission, such as the choice of strategy, if there is one."""
         if self.handle.note:
             complain(self.handle.note)
 
     def to_the_end(self) -> None:
-        """Show the run, then its result; raises what result() raises."""
+        """Display the run until it ends, then its result; raise what result() raises."""
         handle, console, form = self.handle, make_console(), self.view.form
         self.say_why()
         shown = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.known)

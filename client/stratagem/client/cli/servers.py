@@ -233,8 +233,8 @@ WORKER_SETTINGS: Final = "--worker-settings"
 
 
 class DoctorCommand(TyperCommand):
-    """A command that leaves everything after `--worker-settings` unparsed: these are options of a
-    worker, and not of this command."""
+    """A command that passes everything after `--worker-settings` on unparsed, since these are a
+    worker's options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if WORKER_SETTINGS in args:
@@ -283,7 +283,7 @@ def doctor(
 
 
 def _of_worker(options: Sequence[str]) -> list[Finding]:
-    """Return the findings of a worker's own checks, made by a process that loads torch and the
+    """Return a worker's findings about its own settings, made by a process that loads torch and the
     user's modules."""
     if importlib.util.find_spec("torch") is None:
         advice = "pip install 'stratagem[worker]', or run this where the worker runs"

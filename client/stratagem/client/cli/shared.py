@@ -142,7 +142,7 @@ LogToOption = Annotated[
 
 
 def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str, ...]]:
-    """Return arguments for each worker of a local cluster, from TAG (for all) and WORKER=TAG."""
+    """Return the tag arguments of each local worker, from TAG (for all) and WORKER=TAG."""
     names = local_names(num_workers)
     tags_by_worker: dict[str, list[str]] = {name: [] for name in names}
     for pair in tags:
@@ -163,15 +163,15 @@ def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """The mark of a parameter that a function makes: the command has the function's parameters as
-    options in its place."""
+    """A marker for a command's parameter that a function makes: the function's own parameters
+    become options of the command in its place."""
 
     make: Callable[..., Any]
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function in the form that typer expects: with the options behind parameters marked
-    MadeBy, and with a failure as lines on stderr and an exit code."""
+    """Wrap a function as a typer command: parameters marked MadeBy become their options, and errors
+    become lines on stderr and an exit code."""
 
     def call(**given: Any) -> None:
         with reporting():
@@ -193,7 +193,7 @@ def _options(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 def _call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a function with the given options, and with values made from them."""
+    """Call a command's function with the given options and the values made from them."""
     return function(
         **{
             parameter.name: given[parameter.name] if make is None else _call(make, given)
@@ -256,7 +256,7 @@ ProofOptions = Annotated[Proof, MadeBy(_proof)]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The address of a coordinator, and the proof of identity that it is shown."""
+    """The address of a coordinator, and the proof of identity to show to it."""
 
     coordinator: CoordinatorOption = DEFAULT_ADDRESS
     proof: ProofOptions = PLAINTEXT
@@ -277,7 +277,7 @@ AccessOptions = Annotated[Access, MadeBy(Access)]
 # 130 for an interrupt. A failure that the user can correct is shown without a traceback.
 
 UNLIMITED_WIDTH: Final = sys.maxsize
-"""The width of a file or a pipe: lines are not folded there, so that paths can be copied."""
+"""The console width for files and pipes: lines are not folded, so that paths can be copied."""
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
@@ -289,8 +289,8 @@ NO_COORDINATOR_HINT: Final = (
 
 
 class PlainConsole(Console):
-    """A console on which only this program moves the cursor: control characters in text, whoever
-    wrote it, are printed in escaped form."""
+    """A console that escapes control characters in text, so that only this program moves the
+    cursor."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -305,7 +305,7 @@ class PlainConsole(Console):
                 yield Segment(printable(segment.text), segment.style)
 
     def _unpadded(self, table: Iterable[Segment]) -> Iterator[Segment]:
-        """Yield the lines of a table without the blanks at their ends."""
+        """Yield the lines of a table without trailing blanks."""
         for line in Segment.split_lines(table):
             text = "".join(segment.text for segment in line).rstrip()
             if text:
@@ -314,7 +314,7 @@ class PlainConsole(Console):
 
 
 def make_console() -> Console:
-    """Return the console for results; tables are fitted to the width of a terminal only."""
+    """Return the console for results; it fits tables to the width of a terminal only."""
     console = PlainConsole(highlight=False)
     return console if console.is_terminal else PlainConsole(highlight=False, width=UNLIMITED_WIDTH)
 
@@ -324,7 +324,7 @@ def complain(text: str) -> None:
 
 
 def complain_of_warnings() -> None:
-    """Show warnings of the SDK on stderr, because stdout, where structlog would print, is for
+    """Print warnings of the SDK on stderr, because stdout, where structlog would print, is for
     results. Only for a process that runs the command line."""
     # Ctrl-C may come between making a coroutine and starting it, which is not a fault.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -336,7 +336,7 @@ def complain_of_warnings() -> None:
 
 
 class _Complaints(logging.Handler):
-    """A handler that prints the warnings of the client, such as that it waits for a coordinator."""
+    """A log handler that prints the client's warnings, such as that it waits for a coordinator."""
 
     def emit(self, record: logging.LogRecord) -> None:
         complain(f"{record.levelname.lower()}: {record.getMessage()}")
@@ -351,7 +351,7 @@ def _complaint(_logger: WrappedLogger, level: str, event: EventDict) -> NoReturn
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Turn the exception that ends a command into lines on stderr and an exit code."""
+    """Context manager that turns an exception into lines on stderr and an exit code."""
     try:
         tracing.start("client")
         yield
@@ -371,7 +371,7 @@ def reporting() -> Iterator[None]:
 
 
 def describe(error: StratagemError | OSError) -> Iterator[str]:
-    """Yield the lines that explain an error to a user."""
+    """Yield the lines that explain an error to the user."""
     match error:
         case UserCodeError():
             during = f", {error.activity}" if error.activity else ""
@@ -400,7 +400,7 @@ def describe(error: StratagemError | OSError) -> Iterator[str]:
 # items of `watch`.
 
 PLAIN_INTERVAL_S: Final = 5.0
-"""The shortest time between two lines without a terminal; failures are printed at once."""
+"""The shortest time between two progress lines without a terminal; failures appear at once."""
 
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also print every event of the run.")
@@ -437,8 +437,8 @@ class View:
 
     @contextmanager
     def doing(self, text: str, *, stays: bool = False) -> Iterator[None]:
-        """Show a text on a terminal while the body runs. stays: leave it there, and print it also
-        without a terminal."""
+        """Context manager that shows a text on a terminal while its block runs. stays: leave it
+        there, and print it also without a terminal."""
         console = make_console()
         is_said = self.form is Format.TEXT and self.detail is not Detail.END
         if is_said and stays:
@@ -450,20 +450,20 @@ class View:
 
 @dataclass(slots=True)
 class RunDisplay:
-    """The display of one run, item by item."""
+    """The display of one followed run, updated item by item."""
 
     run: FollowedRun
     detail: Detail = Detail.MILESTONES
     known: int = 0
-    """The index of the first event that is shown; earlier ones are only counted."""
+    """The index of the first event to show; earlier ones are only counted."""
     clock: Callable[[], float] = time.monotonic
     _due_s: float = field(init=False, default=float("-inf"))
     _waits_for: str = field(init=False, default="")
     _next: int = field(init=False, default=0)
-    """The index of the next event."""
+    """The index of the next expected event."""
 
     def on_terminal(self, console: Console, items: Iterable[Event | Progress]) -> None:
-        """Show a line that redraws itself, with a line per milestone above it."""
+        """Show the run as a line that redraws itself, with a line per milestone above it."""
         with RedrawnLine(console, lambda width: live_line(self.run, width)) as line:
             line.say(Text(f"{self.run.run_id}  {self.run.strategy}"))
             for item in items:
@@ -473,7 +473,7 @@ class RunDisplay:
                     line.say(Text(found.text))
 
     def as_lines(self, console: Console, items: Iterable[Event | Progress]) -> None:
-        """Print a few lines with the run's id."""
+        """Print the run as a few plain lines, each with the run's id."""
         for item in items:
             is_known = self._next < self.known
             found = self.fold(item)
@@ -487,7 +487,7 @@ class RunDisplay:
             self._due_s = self.clock() + PLAIN_INTERVAL_S
 
     def fold(self, item: Event | Progress) -> Milestone | None:
-        """Fold an item, and return the line about it, if it is worth one."""
+        """Update the state by an item; return its milestone line, if it is worth one."""
         before = self.run.phase
         self.run.update(item)
         is_known = self._next < self.known
@@ -509,7 +509,7 @@ def show(
     items: Iterable[Event | Progress],
     shown: RunDisplay,
 ) -> None:
-    """Show the items as they come, in the form that suits the output."""
+    """Display the items of a run as they arrive, in the form that suits the output."""
     if shown.detail is Detail.END:
         for _ in items:
             pass
@@ -529,7 +529,7 @@ def print_items(console: Console, items: Iterable[Event | Progress]) -> None:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print one line as it is: neither wrapped nor coloured."""
+    """Print one line unchanged: neither wrapped nor coloured."""
     console.print(Text(text), soft_wrap=True)
 
 

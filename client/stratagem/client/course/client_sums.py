@@ -1,4 +1,4 @@
-"""Add up the results of the clients of a federation, round by round."""
+"""Aggregate the results of a federation's clients over its rounds, in packed form."""
 
 import json
 import math
@@ -15,46 +15,46 @@ import numpy as np
 
 
 class ClientState(StrEnum):
-    """The outcome of a client in a round."""
+    """The state of a client in one round."""
 
     SELECTED = "selected"
-    """It was asked, and has not answered."""
+    """The client was selected, and has not answered yet."""
     DONE = "done"
-    """Its update counts, or will when the round closes."""
+    """The client's update counts, or will when the round closes."""
     LATE = "late"
-    """The round was closed without it."""
+    """The round was closed without the client's update."""
     REJECTED = "rejected"
     EXCUSED = "excused"
-    """It could not be asked, or has left the round; it has not failed."""
+    """The client could not be asked, or has left; that is no failure of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientInRound:
-    """One client in one round."""
+    """The record of one client in one round."""
 
     client: int
     state: ClientState
     worker_id: str = ""
-    """The worker that trains it; empty while it waits for a worker."""
+    """The worker that trains the client; empty while none is assigned."""
     loss: float = math.nan
     num_samples: int = 0
     seconds: float = math.nan
     sent_bytes: int = 0
-    """The bytes of its update if a codec is used; otherwise 0."""
+    """The size of the client's update if a codec is used; otherwise 0."""
     cause: str = ""
-    """The kind of reason that its update was rejected for, such as "not_finite"."""
+    """The category of the reason for a rejection, such as "not_finite"."""
     reason: str = ""
-    """The reason why it was rejected or excused, as a sentence."""
+    """The reason for the rejection or excuse, as a sentence."""
     staleness: int = 0
-    """The number of rounds between the one that the update was trained for and this one."""
+    """The number of rounds by which the update is late when it counts."""
     assigned_s: float | None = None
-    """The wall time at which it was given to its worker."""
+    """The wall time at which the client was assigned to its worker."""
     answered_s: float | None = None
-    """The wall time of its update, or of its rejection."""
+    """The wall time at which the update came, or was rejected."""
 
 
 def mean_loss(clients: Iterable[ClientInRound]) -> float:
-    """Return the mean loss of updates, weighted by their samples; NaN of none."""
+    """Return the sample-weighted mean loss of the updates; NaN if there are none."""
     known = [(each.num_samples, each.loss) for each in clients if each.num_samples]
     samples = sum(num for num, _ in known)
     return sum(num * loss for num, loss in known) / samples if samples else math.nan
@@ -65,42 +65,42 @@ def mean_loss(clients: Iterable[ClientInRound]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FederatedClient:
-    """One client over all rounds."""
+    """The summary of one client over all rounds."""
 
     client: int
     worker_id: str
-    """The worker that it lives on, or trained on last."""
+    """The worker that the client lives on, or last trained on."""
     tags: tuple[str, ...]
     num_selected: int
     num_done: int
     num_late: int
     num_rejected: int
     causes: Mapping[str, int]
-    """The number of rejected updates by cause."""
+    """The number of rejected updates, keyed by cause."""
     state: ClientState | None
-    """The state in the newest round that it was selected for; None: it was never selected."""
+    """The client's state in the newest round that selected it; None if none did."""
     reason: str
-    """The reason for the last rejection."""
+    """The reason for the client's last rejection."""
     loss: float
-    """The loss of its newest update."""
+    """The loss of the client's newest update."""
     num_samples: int
     seconds: float
-    """The mean time of its updates; NaN: it has sent none."""
+    """The mean duration of the client's updates; NaN if it has sent none."""
     sent_bytes: int
-    """The total bytes of its updates, if a codec is used."""
+    """The total size of the client's updates, if a codec is used."""
     benched_until: int | None = None
-    """The round from which it may take part again; None: it is not benched."""
+    """The first round in which the client may take part again; None if it is not benched."""
 
 
 @dataclass(slots=True)
 class _Sum:
-    """One client over the rounds so far."""
+    """The running totals of one client over the rounds so far."""
 
     states: Counter[ClientState] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)
     newest: ClientInRound | None = None
     trained: ClientInRound | None = None
-    """The client in the newest round in which it had an update."""
+    """The client's record in the newest round with an update of it."""
     rejected: ClientInRound | None = None
     worker_id: str = ""
     num_times: int = 0
@@ -122,13 +122,13 @@ class _Sum:
 
 
 class ClientSums:
-    """The results of clients, summed up round by round."""
+    """The running totals of all clients, updated round by round."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Sum] = {}
 
     def copy(self) -> "ClientSums":
-        """Return a copy that can grow while these sums stay as they are."""
+        """Return an independent copy, which can be updated further."""
         made = ClientSums()
         made._of = {
             number: replace(of, states=Counter(of.states), causes=Counter(of.causes))
@@ -144,11 +144,11 @@ class ClientSums:
 
     @property
     def numbers(self) -> Collection[int]:
-        """Return the clients that were seen."""
+        """Return the numbers of all clients seen so far."""
         return self._of.keys()
 
     def client(self, number: int) -> FederatedClient:
-        """Return one client, seen or not, without its tags."""
+        """Return the summary of one client, seen or not, without its tags."""
         of = self._of.get(number, _Sum())
         return FederatedClient(
             client=number,
@@ -189,58 +189,58 @@ _COLUMNS: Final = (
     ("assigned_s", "<f8"),
     ("answered_s", "<f8"),
 )
-"""The columns of a packed client; unknown times are NaN."""
+"""The columns of the packed records; unknown times are NaN."""
 _ROW_BYTES: Final = sum(np.dtype(dtype).itemsize for _, dtype in _COLUMNS)
 _LEVEL: Final = 1
-"""The compression level of zlib: higher levels take longer and save only 5 %."""
+"""The zlib compression level: higher levels take longer and save only 5 %."""
 
 
 class SharedWords:
-    """Numbers for words that many clients share: workers and causes."""
+    """A two-way index from strings that many clients share (workers, causes) to small numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._words: list[str] = []
 
     def number(self, word: str) -> int:
-        """Return the number of a word, a new one if it has none."""
+        """Return the number of a string; assign a new one if it has none."""
         if word not in self._numbers:
             self._numbers[word] = len(self._words)
             self._words.append(word)
         return self._numbers[word]
 
     def word(self, number: int) -> str:
-        """Return the word of a number."""
+        """Return the string with this number."""
         return self._words[number]
 
 
 class PackedClients(Sequence[ClientInRound]):
-    """The clients of a round in order, packed, and unpacked when they are read."""
+    """A compressed sequence of the client records of one round, unpacked when read."""
 
     __slots__ = ("_counts", "_names", "_num", "_num_own", "_packed", "num_selected")
 
     def __init__(
         self, own: Mapping[int, ClientInRound], stale: Sequence[ClientInRound], names: SharedWords
     ) -> None:
-        """Pack clients. own: those selected for the round; stale: those of earlier rounds that
-        count in it."""
+        """Pack records. own: of clients selected for the round; stale: late updates of earlier
+        rounds that count in it."""
         clients = (*own.values(), *stale)
         self._names, self._num, self._num_own = names, len(clients), len(own)
         self._counts = tuple(sum(each.state is state for each in clients) for state in _STATES)
         self.num_selected = sum(not each.staleness for each in clients)
-        """The number of clients that were selected for this round."""
+        """The number of clients selected for this round."""
         parts = [_shuffled(self._column(name, dtype, clients)) for name, dtype in _COLUMNS]
         reasons = {at: each.reason for at, each in enumerate(clients) if each.reason}
         parts.append(json.dumps(reasons, separators=(",", ":")).encode())
         self._packed = zlib.compress(b"".join(parts), _LEVEL)
 
     def count(self, state: ClientState) -> int:
-        """Return how many clients are in this state."""
+        """Return the number of clients in this state."""
         return self._counts[_STATES.index(state)]
 
     def unpacked(self) -> tuple[dict[int, ClientInRound], tuple[ClientInRound, ...]]:
-        """Return the clients that were selected for the round, by number, and those of earlier
-        rounds."""
+        """Return the records of clients selected for the round, keyed by number, and those of late
+        updates from earlier rounds."""
         clients = self._unpacked()
         own = {each.client: each for each in clients[: self._num_own]}
         return own, tuple(clients[self._num_own :])
@@ -295,13 +295,13 @@ class PackedClients(Sequence[ClientInRound]):
 
 
 def in_order(clients: Iterable[ClientInRound]) -> tuple[ClientInRound, ...]:
-    """Return the clients of a round in order of their numbers."""
+    """Return the records sorted by client number."""
     return tuple(sorted(clients, key=lambda each: each.client))
 
 
 def _shuffled(column: Any) -> bytes:
-    """Return the first bytes of all values, then the second ones, and so on, so that equal bytes
-    are neighbours."""
+    """Transpose the values of a column into byte planes (all first bytes, then all second ones,
+    ...), which compress better."""
     return bytes(column.view(np.uint8).reshape(len(column), column.itemsize).T.tobytes())
 
 

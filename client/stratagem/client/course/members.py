@@ -1,5 +1,5 @@
-"""Derive from a run's events when workers were members of its parties, why they left, and when the
-coordinator was away."""
+"""Derive from a run's events when workers were members of its parties, why they left, and
+coordinator outages."""
 
 import re
 from collections import deque
@@ -14,27 +14,27 @@ from stratagem.client.course.views import ENDS, Event, ended_by, party_of
 
 @dataclass(frozen=True, slots=True)
 class MemberInterval:
-    """A stretch of time in which one process of a worker was a member of a party."""
+    """A time interval in which one worker process was a member of a party."""
 
     party: str
     worker_id: str
     incarnation: str
     rank: int
-    """The rank in the first membership of the interval."""
+    """The rank of the member at the beginning of the interval."""
     began_s: float
-    """The wall time of its beginning."""
+    """The wall time at which the interval begins."""
     ended_s: float | None
-    """The wall time of its end; None: the worker is still a member."""
+    """The wall time at which the interval ends; None while the worker is a member."""
     ending: str
-    """The reason for the end, as a sentence; empty while the interval is open."""
+    """The reason why the membership ended, as a sentence; empty while it lasts."""
     is_lost: bool
     """The process died, or was silent for too long."""
     step: int | None = None
-    """The number of steps that a process had applied when it died, if known."""
+    """The number of steps done when the process died, if known."""
 
 
 def members(events: Iterable[Event]) -> tuple[MemberInterval, ...]:
-    """Return the intervals of membership of all parties of a run, in order of their beginning.
+    """Return the membership intervals of all parties of a run, sorted by their beginning.
 
     An interval continues if the next membership has the same process.
     """
@@ -45,17 +45,17 @@ def members(events: Iterable[Event]) -> tuple[MemberInterval, ...]:
 
 
 class MembersFolding:
-    """The members of all parties while the events of a run are read."""
+    """An incremental reader of a run's events that builds membership intervals."""
 
     def __init__(self) -> None:
         self._ended: list[MemberInterval] = []
         self._open: dict[str, dict[tuple[str, str], MemberInterval]] = {}
-        """The open intervals by party, then by worker and incarnation."""
+        """The open intervals, keyed by party, then by (worker, incarnation)."""
         self._died: dict[tuple[str, str], Mapping[str, Any]] = {}
 
     @property
     def intervals(self) -> tuple[MemberInterval, ...]:
-        """Return the intervals so far, in order of their beginning."""
+        """Return the intervals so far, sorted by their beginning."""
         found = (
             *self._ended,
             *(each for of_one in self._open.values() for each in of_one.values()),
@@ -63,7 +63,7 @@ class MembersFolding:
         return tuple(sorted(found, key=lambda each: (each.began_s, each.party, each.rank)))
 
     def fold(self, event: Event) -> None:
-        """Take the next event of the run."""
+        """Process the next event of the run."""
         match event.kind:
             case "ProcessDied":
                 member = event.payload["member"]
@@ -113,8 +113,8 @@ def _ended(
 
 
 def _lost(reason: str) -> set[str]:
-    """Return the workers that a membership names as lost: "worker-0, worker-1 lost, worker-2
-    joined, 1 of 2 workers"."""
+    """Parse the lost workers from a membership's reason: "worker-0, worker-1 lost, worker-2 joined,
+    1 of 2 workers"."""
     lost: set[str] = set()
     named: list[str] = []
     for part in reason.split(", "):
@@ -135,7 +135,7 @@ _STEP: Final = re.compile(r"training step (\d{1,18})")
 
 
 def failed_step(activity: str) -> int | None:
-    """Return the step that the activity of an error names; None if it names none."""
+    """Return the step named in the activity during which an error came; None if none is named."""
     found = _STEP.search(activity)
     return int(found[1]) if found else None
 
@@ -143,8 +143,8 @@ def failed_step(activity: str) -> int | None:
 def failure_text(committed: int, activity: str = "", reached: int = 0, of: int = 0) -> str:
     """Return a text such as "committed to step 40 of 100; failed in step 47".
 
-    committed: the steps of the newest commit. activity: of the error, as journaled. reached: the
-    newest step that was reported, if known. of: the steps of the whole run.
+    committed: the step of the newest commit. activity: of the error, as journaled. reached: the
+    newest step that was reported, if known. of: the number of steps of the whole run.
     """
     steps = f"{committed:,} of {of:,}" if of else f"{committed:,}"
     begin = f"committed to step {steps}" if committed else "no step committed"
@@ -164,33 +164,33 @@ def failure_text(committed: int, activity: str = "", reached: int = 0, of: int =
 # leader. The outage may begin as early as the earlier event, so this is its greatest length.
 
 MIN_AWAY_S: Final = 2.0
-"""The shortest outage that is reported: a busy machine may stand still for less."""
+"""The shortest outage to report: a busy machine may stand still for less."""
 MAX_OUTAGES: Final = 1000
-"""The number of outages that are kept, the newest ones."""
+"""The largest number of outages to keep; older ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A stretch of wall time in which no coordinator led; it may have begun later."""
+    """A time interval without a leading coordinator; its beginning is the earliest possible one."""
 
     began_s: float
     ended_s: float
 
     @property
     def seconds(self) -> float:
-        """Return the greatest possible length of the outage."""
+        """Return the longest possible duration of the outage."""
         return self.ended_s - self.began_s
 
 
 class OutagesFolding:
-    """The outages while the events of a run are read."""
+    """An incremental reader of a run's events that detects coordinator outages."""
 
     def __init__(self) -> None:
         self.outages: deque[Outage] = deque(maxlen=MAX_OUTAGES)
         self._before: Event | None = None
 
     def fold(self, event: Event) -> Outage | None:
-        """Take the next event of the run; return the outage before it, if there was one."""
+        """Process the next event; return the outage before it, if there was one."""
         before, self._before = self._before, event
         if before is None or before.kind in ENDS:
             return None  # an ended run needs no leader

@@ -16,62 +16,61 @@ from stratagem.common.schema.json import JSON, thawed
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A stretch of one generation in the past of a member's state."""
+    """A node of a state's lineage: one generation, with the member that trained the state then."""
 
     generation: int
     member: int
     from_step: int
-    """The number of steps of the state that it began from."""
+    """The step of the state that the generation began from."""
     params: Mapping[str, Any]
-    """The hyperparameters by dotted path of the job, such as "optimizer.lr"."""
+    """The hyperparameters, keyed by dotted path of the job, such as "optimizer.lr"."""
     before: "Ancestor | None" = field(default=None, repr=False, compare=False)
-    """The preceding stretch. Members share their pasts: copies would grow with the square of the
-    number of generations."""
+    """The preceding ancestor, as a linked list that members share: copies would grow with the
+    square of the number of generations."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberInGeneration:
-    """One member in one generation."""
+    """The record of one member in one generation."""
 
     member: int
     now: Ancestor
-    """The stretch of this generation."""
+    """The member's newest lineage node, that of this generation."""
     score: float | None = None
-    """The value of the metric at the end; None: not yet known, or the member has failed."""
+    """The metric's value at the end; None: not yet known, or the member has failed."""
     is_scored: bool = False
-    """The member has ended this generation."""
+    """The member has finished this generation."""
 
     @property
     def past(self) -> tuple[Ancestor, ...]:
-        """Return the past of its state from the first generation on, with this generation as the
-        last."""
+        """Return the lineage of the member's state, from the first generation to this one."""
         return tuple(_back_from(self.now))[::-1]
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Return the hyperparameters that it trains with, by dotted path of the job."""
+        """Return the hyperparameters of the member, keyed by dotted path of the job."""
         return self.now.params
 
     @property
     def parent(self) -> int:
-        """Return the member whose state it began from: itself, unless it was replaced by a copy."""
+        """Return the member whose state this one began from: itself, or the donor it copied."""
         return self.member if self.now.before is None else self.now.before.member
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One generation with the members that have reached it."""
+    """One generation, with the members that have reached it."""
 
     number: int
     members: tuple[MemberInGeneration, ...]
-    """The members in order of number."""
+    """The members' records, sorted by number."""
     best: int | None = None
-    """The member whose state is the commit of the generation; None: the generation is open."""
+    """The member whose state was committed for the generation; None while it is open."""
     step: int = 0
-    """The step of that commit."""
+    """The step of the generation's commit."""
 
     def of(self, member: int) -> MemberInGeneration | None:
-        """Return a member in this generation, if it has reached it."""
+        """Return a member's record; None if the member has not reached this generation."""
         return next((each for each in self.members if each.member == member), None)
 
 
@@ -93,18 +92,18 @@ class Winner:
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """All generations so far, with the winner, lineages and schedules."""
+    """All generations so far, with winner, lineages and schedules."""
 
     metric: str
-    """The metric by which members are compared, such as "test.accuracy"."""
+    """The metric that ranks members, such as "test.accuracy"."""
     mode: str
-    """The better values of the metric: max or min."""
+    """"max" or "min": whether higher or lower values of the metric are better."""
     generations: tuple[Generation, ...] = ()
 
     @property
     def best(self) -> Winner | None:
-        """Return the best member of the closed generations, the first of equal ones; None before
-        there is one."""
+        """Return the best member of the closed generations, the first of equal ones; None if no
+        generation is closed."""
         found: Winner | None = None
         for each in self.generations:
             member = None if each.best is None else each.of(each.best)
@@ -116,7 +115,7 @@ class Population:
         return found
 
     def lineage(self, member: int, generation: int | None = None) -> tuple[int, ...]:
-        """Return the members whose states a member's state comes from, by generation, itself last.
+        """Return the member that trained a member's state in each generation, itself last.
 
         generation: the generation in which the member is meant, by default its newest one. Raises
         KeyError if there is none.
@@ -126,18 +125,13 @@ class Population:
     def schedule(
         self, member: int, generation: int | None = None
     ) -> tuple[tuple[int, Mapping[str, Any]], ...]:
-        """Return (from step, hyperparameters) of everything that a member's state was trained with,
-        including the past of states that it copied.
-
-        generation: as in `lineage`.
-        """
+        """Return (from step, hyperparameters) of all training that led to a member's state,
+        including that of states it copied. generation: as in `lineage`."""
         return tuple((each.from_step, each.params) for each in self.past(member, generation))
 
     def past(self, member: int, generation: int | None = None) -> tuple[Ancestor, ...]:
-        """Return the stretches of a member's past, each trained with one setting.
-
-        generation: as in `lineage`.
-        """
+        """Return a member's lineage nodes, one per setting that its state was trained with.
+        generation: as in `lineage`."""
         past = self._member(member, generation).past
         return tuple(
             each
@@ -159,7 +153,7 @@ class Population:
 
 
 def population(events: Iterable[Event], job: Mapping[str, Any]) -> Population:
-    """Return the generations of a population; none for other runs.
+    """Build the Population from a run's events; it is empty for other runs.
 
     job: of the run, as in its status; it names the metric.
     """
@@ -170,23 +164,23 @@ def population(events: Iterable[Event], job: Mapping[str, Any]) -> Population:
 
 
 class PopulationFolding:
-    """The state of a population while its events are read, of the whole run or of one party."""
+    """An incremental reader of the events of a run, or of one party, that builds a Population."""
 
     def __init__(self, job: Mapping[str, Any], party: str = "") -> None:
         self._party = party
         self._last = _strategy_of(job, party).get("generations")
         self.whole = Population(*_judged_by(job))
         self.found: list[dict[int, MemberInGeneration]] = []
-        """The members of each generation from 1 on, by number."""
+        """The members of each generation, from 1 on, keyed by number."""
         self.closed: dict[int, Mapping[str, Any]] = {}
         self.newest: dict[int, int] = {}
-        """The newest generation by member."""
+        """The newest generation of each member."""
         self.steps: dict[str, int] = {}
-        """The step of the newest commit by path of the member."""
+        """The step of the newest commit, keyed by the member's path."""
 
     @property
     def population(self) -> Population:
-        """Return the generations that have begun."""
+        """Return the Population with the generations that have begun."""
         begun = min(
             self._last or len(self.found), len(self.found)
         )  # no generation follows the last one
@@ -194,7 +188,7 @@ class PopulationFolding:
         return replace(self.whole, generations=tuple(generations))
 
     def fold(self, event: Event) -> None:
-        """Take the next event of the run."""
+        """Process the next event of the run."""
         fact = event.payload
         if event.kind == "SegmentCommitted":
             self.steps[party_of(event)] = fact["step"]
@@ -233,7 +227,7 @@ class PopulationFolding:
         members[member] = replace(members[member], score=known, is_scored=True)
 
     def _advance(self, copies: Mapping[int, Mapping[str, Any] | None]) -> None:
-        """Let members begin their next generation, from one snapshot of all."""
+        """Begin the next generation of these members, copying from one snapshot of all."""
         newest = {m: self.found[number - 1][m].now for m, number in self.newest.items()}
         for member, copied in copies.items():
             generation = self.newest[member] + 1
@@ -253,7 +247,7 @@ class PopulationFolding:
 
 
 def _strategy_of(job: Mapping[str, Any], party: str) -> Mapping[str, Any]:
-    """Return the strategy of a party, as far as the job specifies it."""
+    """Return the strategy of a party, as far as the job specifies one."""
     strategy = job.get("strategy") or {}
     for _ in filter(None, party.split("/")):
         strategy = (strategy.get("options") or {}).get("inner") or {}
@@ -267,8 +261,8 @@ def _back_from(ancestor: Ancestor | None) -> Iterator[Ancestor]:
 
 
 def _known_at(donor: Ancestor, step: int) -> Ancestor:
-    """Return the stretch that a copied state of this step comes from: its donor may have begun
-    another generation since."""
+    """Return the donor's lineage node that a copied state of this step belongs to: the donor may
+    have begun another generation since."""
     return next(each for each in _back_from(donor) if each.from_step < step or not each.before)
 
 
@@ -280,8 +274,8 @@ def _generation(number: int, folding: PopulationFolding) -> Generation:
 
 
 def winner_text(run: RunStatus) -> str:
-    """Return the winner of a population, as "member 3, optimizer.lr 0.031, score 0.94"; "" for
-    other runs, and before there is a winner."""
+    """Format the winner of a population as "member 3, optimizer.lr 0.031, score 0.94"; "" for other
+    runs, and before there is one."""
     best = next((commit for commit in run.commits if commit.is_best), None)
     if best is None or best.member is None:
         return ""
@@ -290,7 +284,7 @@ def winner_text(run: RunStatus) -> str:
 
 
 def _judged_by(job: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the metric that members are compared by, and whether "max" or "min" is better."""
+    """Return the metric that ranks members, and "max" or "min" for the better direction."""
     evaluation = job.get("evaluation") or {}
     metric = f"{evaluation.get('split', 'test')}.{evaluation.get('best') or 'loss'}"
     return metric, evaluation.get("mode") or "max"
@@ -305,7 +299,7 @@ MAX_NAME: Final = 64
 
 
 def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
-    """Return a job that ends with the state of the population's winner, to the bit.
+    """Return a job without a population that reproduces the winner's state bit for bit.
 
     job: of the population. The new job is that of the first member of the winner's lineage, with
     the hyperparameters and the seed of each later member from the step of its copy on. Raises
@@ -333,6 +327,6 @@ def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
 
 
 def _trained(past: Sequence[Ancestor], last_step: int) -> list[Ancestor]:
-    """Return the stretches of a lineage with at least one step."""
+    """Return the lineage nodes in which at least one step was trained."""
     ends = (*(each.from_step for each in past[1:]), last_step)
     return [each for each, end in zip(past, ends, strict=True) if each.from_step < end]

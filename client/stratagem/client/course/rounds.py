@@ -26,7 +26,7 @@ from stratagem.client.course.views import Event, number, numbers, party_of, undo
 
 
 def clients(events: Iterable[Event], party: str = "") -> tuple[FederatedClient, ...]:
-    """Return the clients of a federation, in order; empty for other runs."""
+    """Return the summaries of a federation's clients, sorted by number; empty for other runs."""
     folding, roster, benches = RoundsFolding(party), dict[int, Home](), dict[int, int]()
     for event in events:
         folding.fold(event)
@@ -38,17 +38,17 @@ def clients(events: Iterable[Event], party: str = "") -> tuple[FederatedClient, 
 
 ROSTER_KINDS: Final = ("RosterFormed", "ClientsJoined")
 Home = tuple[str, tuple[str, ...]]
-"""The worker that a client lives on, and its tags."""
+"""The worker that a client lives on, and the client's tags."""
 
 
 def homes(event: Event) -> dict[int, Home]:
-    """Return the clients that a fact of ROSTER_KINDS names."""
+    """Return the homes of the clients in an event of ROSTER_KINDS, keyed by client number."""
     listed = event.payload["clients"]
     return {each["client"]: (each["worker_id"], tuple(each.get("tags", ()))) for each in listed}
 
 
 def fold_benches(benches: dict[int, int], event: Event, party: str) -> None:
-    """Fold an event into the first rounds in which benched clients may take part again, by client.
+    """Update by an event the first round in which each benched client may take part again.
     Returning to an earlier commit clears benches."""
     if undone_from(event) is not None:
         benches.clear()
@@ -62,7 +62,8 @@ def of_sums(
     roster: Mapping[int, Home],
     benches: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[FederatedClient, ...]:
-    """Return the clients of rounds and of a roster. newest: round. benches: of `fold_benches`."""
+    """Return the summaries of all clients in sums or roster. newest: round. benches: of
+    `fold_benches`."""
     return tuple(
         _at_home(sums.client(each), roster.get(each), benches.get(each, 0), newest)
         for each in sorted(roster.keys() | sums.numbers)
@@ -72,7 +73,7 @@ def of_sums(
 def _at_home(
     client: FederatedClient, home: Home | None, until: int, newest: int
 ) -> FederatedClient:
-    """Return a client with its worker, and the round until which it is benched."""
+    """Return a client's summary with its home, and with its bench if that still lasts."""
     worker_id, tags = (client.worker_id, ()) if home is None else home
     benched_until = until if until > newest else None
     return replace(client, worker_id=worker_id, tags=tags, benched_until=benched_until)
@@ -82,44 +83,44 @@ def _at_home(
 
 TRAIN_LOSS: Final = "train.loss"
 KEPT_WHOLE: Final = 64
-"""The number of newest rounds whose clients are not packed, because late events belong to them."""
+"""The number of newest rounds that are not packed, because late events may change them."""
 OUTSIDE_WINDOW: Final = "outside_window"
-"""The cause of a client's answer that it takes part only at other hours."""
+"""The cause if a client answers that it takes part only at other hours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of a federation."""
+    """One round of a federation, derived from events."""
 
     number: int
     began_s: float
-    """The wall time of the selection."""
+    """The wall time at which clients were selected."""
     clients: Sequence[ClientInRound]
-    """The clients in order of number. An update from an earlier round has its staleness."""
+    """The clients' records, sorted by number. An update from an earlier round has its staleness."""
     num_needed: int | None = None
-    """The number of updates with which the round closes; None: it waits for all."""
+    """The number of updates at which the round closes; None: it waits for all."""
     deadline_s: float | None = None
-    """The seconds from the selection to the deadline; None: there is no deadline."""
+    """The time from selection to deadline; None: there is no deadline."""
     seconds: float | None = None
-    """The time from the selection to the close; None: the round is open."""
+    """The time from selection to close; None while the round is open."""
     loss: float = math.nan
-    """The mean loss of the updates that count, weighted by samples."""
+    """The sample-weighted mean loss of the updates that count."""
     told_loss: float | None = None
-    """The loss that the coordinator computed; None: the round is open, or of an early version."""
+    """The loss that the coordinator reported; None if the round is open or of an early version."""
     reason: str = ""
-    """The reason for the close, as a sentence."""
+    """The reason why the round closed, as a sentence."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The metrics of its commit and its evaluation, if any."""
+    """The metrics of the round's commit and evaluation, if any."""
 
     @property
     def is_open(self) -> bool:
-        """Return whether updates still count."""
+        """Return whether updates can still be added to the round."""
         return self.seconds is None
 
     @property
     def loss_so_far(self) -> float | None:
         """Return the loss that the coordinator reported, else the mean over the updates so far;
-        None before there is one."""
+        None without updates."""
         if self.told_loss is not None:
             return self.told_loss
         done = self.with_state(ClientState.DONE)
@@ -127,7 +128,7 @@ class Round:
 
     @property
     def num_selected(self) -> int:
-        """Return the number of clients, without those of earlier rounds."""
+        """Return the number of selected clients, without those of late updates."""
         if isinstance(self.clients, PackedClients):
             return self.clients.num_selected
         return sum(not each.staleness for each in self.clients)
@@ -139,12 +140,12 @@ class Round:
         return len(self.with_state(state))
 
     def with_state(self, state: ClientState) -> tuple[ClientInRound, ...]:
-        """Return the clients in this state."""
+        """Return the records of the clients in this state."""
         return tuple(client for client in self.clients if client.state is state)
 
 
 def rounds(events: Iterable[Event], party: str = "") -> tuple[Round, ...]:
-    """Return the rounds of the federation with this path, in order; empty for other runs.
+    """Return the rounds of the federation at this party path, in order; empty for other runs.
 
     Rounds that a resumption from an earlier commit has undone are left out.
     """
@@ -155,23 +156,22 @@ def rounds(events: Iterable[Event], party: str = "") -> tuple[Round, ...]:
 
 
 class RoundsFolding:
-    """The rounds of one federation while the events of its run are read."""
+    """An incremental reader of a run's events that builds the rounds of one federation."""
 
     def __init__(self, party: str = "", most: int | None = None) -> None:
-        """Begin without rounds. party: the path of the federation. most: keep only so many newest
-        rounds."""
+        """Begin without rounds. party: the path of the federation. most: the number of newest
+        rounds to keep."""
         self._party, self._most = party, most
         self._found: list[Round] = []
-        """The rounds, with the clients of the last time that they were requested."""
+        """The rounds; their clients are only updated when requested."""
         self._own: list[dict[int, ClientInRound]] = []
-        """The clients that were selected for each round."""
+        """The records of the clients selected for each round."""
         self._stale: list[tuple[ClientInRound, ...]] = []
-        """The clients of earlier rounds that count in each round."""
+        """The records of late updates that count in each round."""
         self._changed: set[int] = set()
-        """The positions of rounds whose clients have changed since."""
+        """The indices of rounds whose clients in `_found` are outdated."""
         self._num_packed, self._names = 0, SharedWords()
-        """The number of first rounds, whose clients are packed and not kept elsewhere, and their
-        words."""
+        """The number of oldest rounds, whose clients are kept packed only, and shared words."""
         self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
         """The totals of the packed rounds."""
 
@@ -185,7 +185,7 @@ class RoundsFolding:
 
     @property
     def sums(self) -> ClientSums:
-        """Return the sums over all rounds so far, without unpacking old ones again."""
+        """Return the totals over all rounds so far, without unpacking old ones again."""
         self._sum_up()
         found = self._sums.copy()
         for each in self.rounds[self._num_packed :]:
@@ -194,13 +194,13 @@ class RoundsFolding:
 
     @property
     def times(self) -> Sequence[float]:
-        """Return the seconds of all updates, including those of earlier rounds where they count."""
+        """Return the durations of all updates; late ones are in the round where they count."""
         self._sum_up()
         newest = (_times(each.clients) for each in self.rounds[self._num_packed :])
         return self._times + array("d", chain.from_iterable(newest))
 
     def _sum_up(self) -> None:
-        """Add up the packed rounds again if something in them has changed."""
+        """Recompute the totals of the packed rounds if one of these has changed."""
         if self._are_sums_due:
             self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
             for each in self._found[: self._num_packed]:
@@ -218,7 +218,7 @@ class RoundsFolding:
 
     @property
     def newest(self) -> Round | None:
-        """Return the round that is open, or was closed last; None before there is one."""
+        """Return the newest round, open or closed; None if there is none."""
         last = len(self._found) - 1
         if last in self._changed:
             self._refresh(last)
@@ -230,7 +230,7 @@ class RoundsFolding:
         self._found[at] = replace(self._found[at], clients=clients)
 
     def _pack(self) -> None:
-        """Pack the clients of rounds that are long past."""
+        """Pack the clients of rounds older than KEPT_WHOLE."""
         while self._num_packed < len(self._found) - KEPT_WHOLE:
             at = self._num_packed
             self._take_in(in_order((*self._own[at].values(), *self._stale[at])))
@@ -238,7 +238,7 @@ class RoundsFolding:
             self._put(at, self._own[at], self._stale[at])
 
     def _clients(self, at: int) -> tuple[dict[int, ClientInRound], tuple[ClientInRound, ...]]:
-        """Return the clients that were selected for a round, and those of earlier ones."""
+        """Return the records of clients selected for a round, and those of late updates in it."""
         clients = self._found[at].clients
         if isinstance(clients, PackedClients):
             return clients.unpacked()
@@ -247,7 +247,7 @@ class RoundsFolding:
     def _put(
         self, at: int, own: dict[int, ClientInRound], stale: tuple[ClientInRound, ...]
     ) -> None:
-        """Store the clients of a round, packed if it is an old one."""
+        """Store the clients' records of a round, packed if the round is old."""
         if at < self._num_packed:
             packed = PackedClients(own, stale, self._names)
             self._found[at] = replace(self._found[at], clients=packed)
@@ -258,7 +258,7 @@ class RoundsFolding:
             self._changed.add(at)
 
     def fold(self, event: Event) -> None:
-        """Take the next event of the run."""
+        """Process the next event of the run."""
         last = undone_from(event)
         if last is not None:
             self._keep(sum(each.number <= last for each in self._found))
@@ -269,7 +269,7 @@ class RoundsFolding:
                 self._take(event, event.payload)
 
     def _leave(self, fact: Mapping[str, Any]) -> None:
-        """Excuse a client that has left, if the newest round still expects its update."""
+        """Mark a client that has left as excused if the newest round still waits for its update."""
         at = self._place(self.number)
         left = None if at is None else self._clients(at)[0].get(fact["client"])
         if left is not None and left.state is ClientState.SELECTED:
@@ -315,7 +315,7 @@ class RoundsFolding:
                     self._found[at] = replace(self._found[at], metrics=metrics)
 
     def _keep(self, count: int) -> None:
-        """Forget all rounds but the first ones."""
+        """Drop all rounds but the first `count`."""
         del self._found[count:], self._own[count:], self._stale[count:]
         self._changed = {at for at in self._changed if at < count}
         if count < self._num_packed:
@@ -341,7 +341,7 @@ class RoundsFolding:
         self._begin(begun, clients | known)
 
     def _begin(self, begun: Round, clients: Mapping[int, ClientInRound]) -> None:
-        """Add the newest round, and forget rounds with its number or a greater one."""
+        """Append a round; drop rounds with its number or a greater one."""
         if self.number >= begun.number:
             self._keep(sum(each.number < begun.number for each in self._found))
         self._found.append(begun)
@@ -356,7 +356,7 @@ class RoundsFolding:
         self._pack()
 
     def _change(self, fact: Mapping[str, Any], client: int, **changes: Any) -> None:
-        """Change the client's entry in the round that the fact names."""
+        """Change fields of a client's record in the round that the fact names."""
         at = self._place(fact["round_num"])
         if at is None:
             return
@@ -397,7 +397,7 @@ class RoundsFolding:
         )
 
     def _late(self, client: int, accepted: Mapping[str, Any]) -> ClientInRound:
-        """Return a client of an earlier round whose update counts in the newest one."""
+        """Return the record of a late update of an earlier round that counts in the newest one."""
         staleness = accepted.get("staleness", 0)
         earlier = self._place(self._found[-1].number - staleness)
         trained = None if earlier is None else self._clients(earlier)[0].get(client)
@@ -406,8 +406,7 @@ class RoundsFolding:
         return replace(trained, state=ClientState.DONE, staleness=staleness, num_samples=samples)
 
     def _place(self, number: int) -> int | None:
-        """Return the position of the round with this number, if it is known: rounds follow each
-        other."""
+        """Return the index of the round with this number, or None; numbers are consecutive."""
         at = number - self._found[0].number if self._found else -1
         return at if 0 <= at < len(self._found) and self._found[at].number == number else None
 
@@ -423,14 +422,14 @@ _KINDS: Final = frozenset((
 
 
 def _deadline(event: Event) -> float | None:
-    """Return the seconds from the selection to the deadline, if a round has one and its coordinator
-    is recent enough to use one clock for both."""
+    """Return the time from selection to deadline; None if there is no deadline, or an early
+    coordinator used two clocks."""
     deadline_s, leader_s = event.payload.get("deadline_s"), event.leader_s
     return deadline_s - leader_s if deadline_s is not None and leader_s else None
 
 
 def _closed(client: ClientInRound, accepted: Mapping[str, Any] | None) -> ClientInRound:
-    """Return the client in its state after the close."""
+    """Return a client's record as it is after the close of its round."""
     if accepted is not None:
         staleness = accepted.get("staleness", 0)
         if client.state is ClientState.DONE and client.staleness == staleness:

@@ -38,7 +38,7 @@ MAX_NAMED: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSeries:
-    """The values of one series over the steps of a run, in rows.
+    """One series of the step history as columns, a row for one or several steps.
 
     A row stands for the steps k * stride + 1 to (k + 1) * stride: `step` is the last of them that
     exists; `last`, `min` and `max` are those of the finite values, NaN if there are none; `count`
@@ -47,13 +47,13 @@ class StepSeries:
 
     name: str
     party: str
-    """The party whose steps they are; "" is the whole run."""
+    """The party whose steps are recorded; "" is the whole run."""
     stride: int
     observed: bool
     """The values depend on clocks and machines: two runs of one job differ in them."""
     columns: Columns
     provisional: NDArray[np.bool_]
-    """A flag for each row: it has steps of an unfinished segment, which may be trained again."""
+    """A flag per row: it has steps of an unfinished segment, which may be trained again."""
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -84,7 +84,7 @@ class StepSeries:
 
 
 class History(Mapping[str, StepSeries]):
-    """The series by name; those of a party below the root as `party:name`."""
+    """The step history: series keyed by name, or by `party:name` for a party below the root."""
 
     def __init__(self, series: Iterable[StepSeries]) -> None:
         self._series = {
@@ -93,7 +93,7 @@ class History(Mapping[str, StepSeries]):
 
     @classmethod
     def of(cls, blocks: Iterable[pb.HistoryBlock]) -> "History":
-        """Return the history in the answer of a coordinator."""
+        """Decode a coordinator's answer."""
         by_series: dict[tuple[str, str], list[pb.HistoryBlock]] = {}
         for block in blocks:
             by_series.setdefault((block.party, block.series), []).append(block)
@@ -101,8 +101,7 @@ class History(Mapping[str, StepSeries]):
 
     @property
     def next_step(self) -> int:
-        """Return the first step that the next answer must have: the first one of a row that may
-        change."""
+        """Return the first step to request next: the first one of a row that may still change."""
         last_of: dict[str, int] = {}
         for each in self._series.values():  # a segment ends for all series of its party
             certain = each.step[~each.provisional]
@@ -113,15 +112,15 @@ class History(Mapping[str, StepSeries]):
         return (last - 1) // stride * stride + 1 if last else 1
 
     def continued(self, later: "History") -> "History":
-        """Return this history continued by a later answer from its next step on."""
+        """Return this history with its rows from `next_step` on replaced by a later answer."""
         from_step = self.next_step
         names = dict.fromkeys([*self, *later])
         pairs = ((self._series.get(name), later._series.get(name)) for name in names)
         return History(_continued(own, other, from_step) for own, other in pairs)
 
     def with_newest_of(self, whole: "History") -> "History":
-        """Return this part of a history with the series that only the newest segment of the whole
-        one has."""
+        """Return this part of a history, plus the series that `whole` keeps of its newest segment
+        only."""
         kept = [each for each in self._series.values() if not is_of_newest_segment(each.party)]
         newest = [each for each in whole._series.values() if is_of_newest_segment(each.party)]
         return History([*kept, *newest])
@@ -146,20 +145,20 @@ class History(Mapping[str, StepSeries]):
         return len(self._series)
 
     def __repr__(self) -> str:
-        """Return the number of steps and the names of the series."""
+        """Return a summary: the number of steps, and the names of the series."""
         steps = max((int(each.step[-1]) for each in self._series.values() if len(each)), default=0)
         names = list(self._series)
         named = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
         return f"History({len(names)} series up to step {steps}{named and f': {named}'})"
 
     def _repr_html_(self) -> str:
-        """Return a table of the series with their last values and ranges."""
+        """Return an HTML table of the series with their last values and ranges."""
         headings = ("series", "party", "rows", "up to step", "last", "least", "greatest", "")
         return NumberTable(headings, tuple(map(_row, self._series.values()))).to_html()
 
     def bubble(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the idle share of a pipeline's workers and the steps that it belongs to, the last
-        one of each row. Empty without `stage/<i>` series."""
+        """Return (steps, idle share of the pipeline's workers), one per row, for the last step of
+        the row. Empty without `stage/<i>` series."""
         busy, spans = (
             [each for each in self._series.values() if _is_of_stage(each, name)]
             for name in ("busy_s", "span_s")
@@ -171,7 +170,7 @@ class History(Mapping[str, StepSeries]):
         return busy[0].step, 1.0 - busy_s / (len(spans) * np.maximum(makespan_s, 1e-12))
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return all rows as one table in long form; needs pandas."""
+        """Return all rows as one long-form DataFrame; needs pandas."""
         import pandas as pd
 
         tables = [pd.DataFrame(_table(each)) for each in self._series.values()]
@@ -188,7 +187,7 @@ def _row(series: StepSeries) -> tuple[str, ...]:
 
 
 def _value_text(name: str, value: float) -> str:
-    """Return a value in the form for people: a time as one, memory with its unit."""
+    """Format a value for people: durations as times, memory with its unit."""
     if name == "time.wall_s":
         return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return size_text(value) if name.endswith("memory_bytes") else short(value)
@@ -218,7 +217,7 @@ def _series(blocks: list[pb.HistoryBlock]) -> StepSeries:
 
 
 def _continued(own: StepSeries | None, later: StepSeries | None, from_step: int) -> StepSeries:
-    """Return a series with later rows in place of those from a step on."""
+    """Return a series whose rows from from_step on are replaced by those of `later`."""
     known = cast(StepSeries, own or later)
     stride = max(each.stride for each in (own, later) if each is not None)
     first = (from_step - 1) // stride * stride
@@ -255,30 +254,30 @@ def _table(series: StepSeries) -> dict[str, Any]:
 # their distance, as in the Network Time Protocol (RFC 5905, section 8).
 
 _GRADIENTS: Final = ("backward", "input")
-"""The kinds of work that make, and need, the gradient of an activation."""
+"""The kinds of work that produce or consume the gradient of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """The work of one step, in seconds since its first action began."""
+    """The measured work of all pipeline stages in one step, in seconds since its first action."""
 
     step: int
     lanes: Mapping[int, tuple[int, ...]]
-    """The stages of each worker, by its rank."""
+    """The stages of each worker, keyed by rank."""
     actions: Mapping[int, Sequence[StageAction]]
-    """The actions of each stage, in order of time."""
+    """The actions of each stage, sorted by time."""
     error_s: float
-    """The largest error in the offset between the clocks of two workers."""
+    """The largest error of the estimated clock offset between two workers."""
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all micro-batches were measured, not only every so many of them."""
+        """Return whether all micro-batches were measured, not only a sample of them."""
         numbers = {each.micro_batch for its in self.actions.values() for each in its} - {NONE}
         return numbers == set(range(max(numbers, default=-1) + 1))
 
 
 def measured_step(history: Mapping[str, StepSeries], num_stages: int) -> MeasuredStep | None:
-    """Return the newest step whose work all stages measured; None if there is none."""
+    """Return the newest step that all stages measured; None if there is none."""
     found = [_values(history, stage) for stage in range(num_stages)]
     step = max((step for step, _ in found), default=0)
     if not step or any(each != step for each, _ in found):
@@ -299,7 +298,7 @@ def measured_step(history: Mapping[str, StepSeries], num_stages: int) -> Measure
 
 
 def _values(history: Mapping[str, StepSeries], stage: int) -> tuple[int, dict[str, float]]:
-    """Return the newest step that a stage has reported, and its values by series."""
+    """Return the newest step that a stage has reported, and the reported values keyed by series."""
     begin = f"{party_of_stage(stage)}:"
     its = {
         name.removeprefix(begin): series
@@ -316,8 +315,8 @@ def _moved(actions: Sequence[StageAction], by_s: float) -> list[StageAction]:
 
 
 def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
-    """Return when each rank began the step, in seconds after the first rank, and the largest
-    possible error."""
+    """Estimate when each rank began the step, in seconds after the first one; return that and the
+    largest error."""
     between = _bounds(reports)
     ranks = sorted({report.rank for report in reports})
     offsets, errors = {ranks[0]: 0.0}, {ranks[0]: 0.0}
@@ -339,14 +338,14 @@ def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
 
 
 def _middle(low: float, high: float) -> float:
-    """Return the middle of two bounds, of which one may be missing."""
+    """Return the midpoint of two bounds, or the only finite one."""
     finite = [each for each in (low, high) if math.isfinite(each)]
     return sum(finite) / max(len(finite), 1)
 
 
 def _bounds(reports: Sequence[StageReport]) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return bounds for the seconds from one rank's beginning of the step to another's, for ranks
-    that send to each other or share a clock."""
+    """Return bounds on the time from one rank's start of the step to another's, for each pair of
+    ranks that exchange messages or share a clock."""
     low: defaultdict[tuple[int, int], float] = defaultdict(lambda: -math.inf)
     for report in reports:
         for source in report.sources:
@@ -364,7 +363,7 @@ def _bounds(reports: Sequence[StageReport]) -> dict[tuple[int, int], tuple[float
 
 
 def _least(sender: StageReport, receiver: StageReport, kinds: Sequence[str]) -> float:
-    """Return the least number of seconds by which the receiver began the step after the sender: no
+    """Return the lower bound on the receiver's start of the step minus the sender's, since no
     micro-batch is processed before it arrives."""
     ends = {each.micro_batch: each.end_s for each in sender.actions if each.kind in kinds}
     return max(

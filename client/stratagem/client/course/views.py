@@ -1,4 +1,4 @@
-"""Define the client's view of runs and workers as frozen values.
+"""Define runs, workers and events, as clients see them, as frozen values.
 
 They are read from messages of the coordinator; field names and units are those of
 coordinator.proto.
@@ -40,16 +40,16 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The hyperparameters of a population's member from a step on."""
+    """The hyperparameters of a population member, valid from a step on."""
 
     from_step: int
     values: Mapping[str, Any]
-    """The values by dotted path of the job, such as "optimizer.lr"."""
+    """The values, keyed by dotted path of the job, such as "optimizer.lr"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A committed state."""
+    """A committed state of a run."""
 
     segment: int
     step: int
@@ -58,16 +58,16 @@ class Commit:
     is_final: bool
     metrics: Mapping[str, float]
     path: str
-    """The safetensors file on the coordinator's machine; empty in an object store."""
+    """The path of the safetensors file on the coordinator's machine; empty in an object store."""
     member: int | None = None
-    """The member of a population whose state it is."""
+    """The population member that the state belongs to."""
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    """The hyperparameters that a population's member had when it reached its score."""
+    """The hyperparameters with which a population member reached the commit's score."""
     schedule: tuple[Hyperparameters, ...] = ()
     """All hyperparameters that a state of a population was trained with, in order of step,
     including the past of states that the member copied."""
     average: str = ""
-    """The digest of the averaged parameters, if a federation keeps them."""
+    """The digest of the averaged parameters, if a federation keeps an average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Progress:
     training_phase: str = ""
     """The phase of predicted gradients: FULL, PREDICT or CORRECT."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The metrics of the latest step, as its first member sees it."""
+    """The metrics of the latest step, as reported by the party's first member."""
     reason: str = ""
     """The reason why a run without workers waits."""
     lr: float = 0.0
@@ -180,7 +180,7 @@ class Progress:
     eta_s: float | None = None
     """The time until the last step at the pace of the last minute; None if there is no pace."""
     may_end_early: bool = False
-    """The run may need less time than eta_s."""
+    """The run may end before its last step; eta_s is then the most that is left."""
     unit: str = "steps"
     """The unit of num_steps: steps, rounds or generations."""
     num_clients_rejected: int = 0
@@ -189,9 +189,9 @@ class Progress:
     """The best value of a population's newest closed generation."""
     best_member: int | None = None
     num_copied: int = 0
-    """The number of a population's members that were replaced by copies after that generation."""
+    """The number of population members replaced by copies of better ones after that generation."""
     bubble: float | None = None
-    """The share of a pipeline's latest steps in which its ranks did not compute, 0 to 1."""
+    """The share of the latest steps in which the pipeline's ranks were idle, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,17 +218,17 @@ class RunBrief:
 
 @dataclass(frozen=True, slots=True)
 class RunsChange:
-    """Runs that have changed; the first changes of a subscription name all runs."""
+    """A batch of changed runs; a subscription's first batches name all runs."""
 
     runs: tuple[RunBrief, ...]
     deleted: tuple[str, ...]
     is_complete: bool
-    """All runs that existed at the beginning have been named."""
+    """All runs that existed when the subscription began have been named by now."""
     time_s: float
-    """The time by the coordinator's clock."""
+    """The time of the change by the coordinator's clock."""
     is_first: bool = False
-    """A subscription begins here, or begins again: runs that are not named up to the first complete
-    change no longer exist."""
+    """A subscription begins here, or begins again: runs not named up to the first complete change
+    no longer exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Worker:
     address: str
     is_alive: bool
     silent_s: float
-    """The seconds since its last heartbeat while a coordinator led, also of a lost worker."""
+    """The seconds since the worker's last heartbeat, counted only while a coordinator led."""
     device: str
     device_name: str
     memory_bytes: int
@@ -263,24 +263,24 @@ class Worker:
     run_ids: tuple[str, ...]
     reason: str
     data_plane: str = ""
-    """The data plane to other workers: "tls", "trusted", or empty if unknown."""
+    """The encryption of the data plane to other workers: "tls", "trusted", or empty if unknown."""
     code_policy: str = ""
-    """The code that jobs may bring to it: "none", "signed", "digests", "any", or empty if unknown.
-    """
+    """The code that the worker accepts with jobs: "none", "signed", "digests", "any", or empty if
+    unknown."""
     tunnelled: bool = False
-    """The worker has no address: the coordinator reaches it through the worker's connections, and
-    other workers cannot reach it."""
+    """The worker has no address: the coordinator reaches it through the worker's own connections,
+    and other workers cannot reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedWorker:
-    """A worker that keeps asking for registration and is refused."""
+    """A worker that repeatedly asks to register and is refused."""
 
     worker_id: str
     address: str
     reason: str
     silent_s: float
-    """The seconds since it last asked."""
+    """The seconds since the worker last asked."""
     num_times: int
     is_alive: bool = False
     is_refused: bool = True
@@ -376,7 +376,7 @@ def _commit(info: pb.CommitInfo) -> Commit:
 
 
 def _read(kind: type[T], *messages: Message, **own: Any) -> T:
-    """Return the value whose fields are those of the messages with the same names, and `own`."""
+    """Make a view from the fields of the same names in the messages, and `own`."""
     for name in (each.name for each in fields(cast(Any, kind)) if each.name not in own):
         found = next(getattr(message, name) for message in messages if hasattr(message, name))
         match found:
@@ -395,11 +395,11 @@ def _read(kind: type[T], *messages: Message, **own: Any) -> T:
 # members. Facts of a party below the root name its path; those of the root have "".
 
 ENDS: Final = frozenset({"RunCompleted", "StoppedEarly", "RunCancelled", "RunFailed"})
-"""The facts that end a run."""
+"""The kinds of facts that end a run."""
 
 
 def number(value: Any) -> float:
-    """Return a number of a payload; null and texts such as "NaN" or "-Infinity" are accepted."""
+    """Parse a number of an event's payload; null, "NaN" and "-Infinity" are accepted."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):
@@ -407,18 +407,18 @@ def number(value: Any) -> float:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """Return the metrics of a payload by name."""
+    """Parse the metrics of an event's payload, keyed by name."""
     found = values if isinstance(values, Mapping) else {}
     return {str(name): number(value) for name, value in found.items()}
 
 
 def party_of(event: Event) -> str:
-    """Return the path of the party that the event is about; "" for the root."""
+    """Return the path of the party that an event is about; "" for the root."""
     return str(event.payload.get("party") or "")
 
 
 def undone_from(event: Event) -> int | None:
-    """Return the last segment that stays if this event returns to an earlier commit."""
+    """Return the last segment that stays if this event returns to an earlier commit, else None."""
     if event.kind != "RunResumed":
         return None
     segment = event.payload.get("from_segment")
@@ -426,7 +426,7 @@ def undone_from(event: Event) -> int | None:
 
 
 def ended_by(status: Any) -> str:
-    """Return how a process ended, as "SIGKILL" or "exit status 3"; "" if unknown."""
+    """Describe how a process ended, as "SIGKILL" or "exit status 3"; "" if unknown."""
     if not isinstance(status, int):
         return ""
     if status >= 0:

@@ -57,7 +57,7 @@ _WITH_STYLES: Final = {
         "base-uri 'none'; form-action 'none'"
     )
 }
-"""The content policy of a file with its own styles and no script."""
+"""The content security policy of a file with its own styles and no script."""
 MAX_LINES: Final = 1000
 MAX_BODY_BYTES: Final = 4096
 _STATUS: Final = (
@@ -73,18 +73,18 @@ ACTIONS: Final = ("stop", "resume", "delete")
 
 @dataclass(frozen=True, slots=True)
 class PageSettings:
-    """The settings with which a page is served."""
+    """The security settings of a page: who may open it, and what it may do."""
 
     address: PageAddress
     sessions: PageSessions
     operates: bool
-    """The page has buttons that stop, resume and delete runs, with the page's own identity."""
+    """The page has buttons that stop, resume and delete runs, with its own identity."""
     is_secure: bool
-    """Browsers reach the page over TLS only."""
+    """Browsers reach the page over TLS only, so cookies are marked as secure."""
 
 
 class Page:
-    """The routes of the page, over one client of the coordinator."""
+    """The HTTP routes of the dashboard, over one client of the coordinator."""
 
     def __init__(self, settings: PageSettings, client: AsyncClient, asking: AsyncClient) -> None:
         """Make the routes. asking: the client of the banner, which waits less than `client`."""
@@ -93,7 +93,7 @@ class Page:
         self._runs = RunsWatch(client)
 
     def app(self) -> PageGate:
-        """Return the application, behind its gate."""
+        """Return the ASGI application, guarded by its gate."""
         routes = [
             Route("/", self.index),
             Route("/static/pictures.css", self.picture_styles),
@@ -133,7 +133,7 @@ class Page:
         return Response(stylesheet(), media_type="text/css")
 
     async def begin(self, request: Request) -> Response:
-        """Exchange the token for a cookie."""
+        """Exchange the token in the address for a session cookie."""
         token = (await _body(request)).decode("ascii", "replace")
         cookie = self._settings.sessions.begin(token)
         if cookie is None:
@@ -168,8 +168,8 @@ class Page:
         return _json([*await client.workers(), *await client.refused_workers()])
 
     async def panels(self, request: Request) -> Response:
-        """Return the pictures of a run for a width, each with a table of its numbers; of a long
-        run, those of the events that could be read in time."""
+        """Return a run's pictures for a width, each with a table of its numbers; of a long run,
+        only the events that could be read in time."""
         run_id = request.query_params.get("run", "")
         view = _view(request)
         draw = partial(panels_json, view=view)
@@ -177,8 +177,8 @@ class Page:
         return Response(text, media_type="application/json")
 
     async def compare(self, request: Request) -> Response:
-        """Return the curves of several runs in common pictures, and the differences of
-        their jobs."""
+        """Return the curves of several runs in common pictures, and the differences between their
+        jobs."""
         ids = list(dict.fromkeys(request.query_params.get("runs", "").split(",")))
         check_compared(ids)
         view = _view(request)
@@ -190,7 +190,7 @@ class Page:
         return _json(answer)
 
     async def picture(self, request: Request) -> Response:
-        """Return one picture of a run as a file of its own."""
+        """Return one picture of a run as an SVG file."""
         name, width = request.path_params["name"], _width(request)
         draw = partial(picture_file, name=name)
         svg = await self._books.complete_drawing(request.query_params.get("run", ""), width, draw)
@@ -199,14 +199,14 @@ class Page:
         return Response(svg, media_type="image/svg+xml", headers=_WITH_STYLES)
 
     async def report(self, request: Request) -> Response:
-        """Return a run as one page that can be kept."""
+        """Return a run as one HTML page that can be kept."""
         run = await self._client.get(request.path_params["run_id"])
         made_at = time_text(time.time())
         text = await asyncio.to_thread(page, await run.shown(), made_at)
         return Response(text, media_type="text/html", headers=_WITH_STYLES)
 
     async def events(self, request: Request) -> Response:
-        """Return events of a run: from one on, or the newest first, before one."""
+        """Return a run's events: forward from an index, or backward before one, newest first."""
         asked = request.query_params
         limit = min(_number(request, "limit", 100), MAX_EVENTS)
         before = _number(request, "before", 0)
@@ -243,7 +243,7 @@ class Page:
         return TabResponse(messages, media_type="text/event-stream")
 
     async def act(self, request: Request) -> Response:
-        """Stop, resume or delete a run."""
+        """Stop, resume or delete a run, if the page may operate."""
         action = request.path_params["action"]
         if action not in ACTIONS:
             raise NotFoundError(f"{action[:40]!r} is not one of {', '.join(ACTIONS)}")
@@ -272,7 +272,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def answer_errors(handler: Handler) -> Handler:
-    """Return a handler that answers errors of the client with their messages."""
+    """Wrap a handler so that errors of the client become responses with their messages."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -314,19 +314,19 @@ async def _body(request: Request) -> bytes:
 
 
 def panels_json(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
-    """Return the pictures of a run in the form for the page, with the number of their events."""
+    """Return a run's pictures as JSON for the page, with the number of events they show."""
     pictures = pictures_of(panels_of(run, view), width, view)
     return as_json({**extent([run]), "panels": pictures})
 
 
 def picture_file(run: ReportedRun, width: int, name: str) -> str:
-    """Return one picture of a run as a file; "" if it has none of this name."""
+    """Return one picture of a run as an SVG file; "" if it has none of this name."""
     panel = next((each for each in panels_of(run) if each.name == name), None)
     return "" if panel is None else panel.draw(width).svg_file
 
 
 def extent(runs: Sequence[ReportedRun]) -> dict[str, int]:
-    """Return the number of events of runs that are read, and of all."""
+    """Return the number of events that are read of these runs, and of all events."""
     read = [run.course.num_events for run in runs]
     there = [run.status.event_index + 1 for run in runs]
     return {"num_read": sum(read), "num_events": sum(map(max, read, there))}
@@ -339,7 +339,7 @@ def panels_of(run: ReportedRun, view: CurveView = WHOLE) -> list[Panel]:
 
 
 def pictures_of(panels: Sequence[Panel], width: int, view: CurveView) -> list[dict[str, Any]]:
-    """Return pictures for a width, each with a table of its numbers."""
+    """Draw panels for a width; return pictures, each with a table of its numbers."""
     pictures = [
         (panel, panel.picture(view.width_of(at, len(panels), width), log=view.log))
         for at, panel in enumerate(panels)

@@ -1,5 +1,4 @@
-"""The dashboard's state of the runs that are being viewed: read once for all tabs, and kept
-current.
+"""The dashboard's cache of viewed runs: each is read once for all tabs, and kept current.
 
 Reading continues after the last event that was read, and pictures are drawn once for each width
 until something new happens. While a long past is being read, the part read so far is drawn.
@@ -22,18 +21,17 @@ from stratagem.client.sdk.run import AsyncRun
 from stratagem.common.base.errors import NotFoundError
 
 MAX_BOOKS: Final = 32
-"""The most runs that are kept; the least recently used one is dropped."""
+"""The largest number of cached runs; the least recently used one is dropped."""
 MAX_DRAWINGS: Final = 8
-"""The number of drawings that are kept of one run, each for one width and view."""
+"""The largest number of cached drawings per run, each for one width and view."""
 MAX_ROWS: Final = 2048
-"""The most rows of a curve, more than a picture has columns."""
+"""The largest number of rows per curve, more than a picture has columns."""
 HISTORY_S: Final = 2.0
-"""The time between two readings of the steps of an unfinished run."""
+"""The shortest time between two reads of the step history of an unfinished run."""
 PATIENCE_S: Final = 0.8
-"""The time after which a run is drawn although not all of its events have been read."""
+"""The time after which a run is drawn, even if not all of its events have been read."""
 MORE_PATIENCE: Final = 2.5
-"""The factor by which this is longer if there is a picture already: reading stops while another is
-drawn."""
+"""The factor on PATIENCE_S if an older picture exists: drawing again would pause the reading."""
 
 T = TypeVar("T")
 
@@ -42,36 +40,36 @@ Draw = Callable[[ReportedRun, int], str]
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The pictures of a run for a width, with the state that they show."""
+    """A cached drawing of a run for a width, with the events and history that it shows."""
 
     text: str
     num_events: int
     history: object
     made_s: float
-    """The time of drawing, by the clock of this process."""
+    """The time of drawing, by this process's monotonic clock."""
 
 
 class RunBook:
-    """One run, as far as its events were read."""
+    """The cached events, history and drawings of one run."""
 
     def __init__(self, run: AsyncRun, patience_s: float) -> None:
-        """Make an empty book. patience_s: the time after which the part of the past that was read
-        is drawn."""
+        """Make an empty cache. patience_s: the time after which a run is drawn from the events read
+        so far."""
         self.watch, self._run, self._patience_s = RunWatch(run), run, patience_s
         self._asking, self._taking = asyncio.Lock(), asyncio.Lock()
-        """Locks that admit one question at a time, and no reading while the run is drawn."""
+        """Locks: one request at a time, and no reading of events while the run is drawn."""
         self._reader: asyncio.Task[None] | None = None
         self._shown: ReportedRun | None = None
         self._history, self._num_returns = History(()), 0
-        """The steps that were read, and how often the run had returned to a commit by then."""
+        """The step history as read, and how often the run had returned to a commit by then."""
         self._history_s, self._history_index = -HISTORY_S, -1
-        """The time of reading the steps, by the clock of this process, and the newest event then.
-        """
+        """The time of the last history read, by this process's monotonic clock, and the newest
+        event then."""
         self._drawn: OrderedDict[tuple[int, CurveView], Drawing] = OrderedDict()
-        """The drawings of the events that were read, by width and view."""
+        """The cached drawings, keyed by width and view."""
 
     async def drawing(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
-        """Return the pictures of the present run, as far as it can be read in time."""
+        """Return the drawing of the current run, from the events that can be read in time."""
         key, asked_s = (width, view), time.monotonic()
         async with self._asking:
             known = self._drawn.get(key)
@@ -93,7 +91,7 @@ class RunBook:
             return known.text
 
     async def complete_drawing(self, width: int, draw: Draw) -> str:
-        """Return drawings that need all events of the run."""
+        """Return a drawing of all events of the run, however long reading takes."""
         async with self._asking:
             shown = await self._read_on(None)
             async with self._taking:
@@ -105,13 +103,12 @@ class RunBook:
         return is_same and known.history is shown.history
 
     async def shown(self, patience_s: float | None = None, view: CurveView = WHOLE) -> ReportedRun:
-        """Return the present run, which the caller must use at once. With a patience, it may be
-        incomplete."""
+        """Return the current run, for immediate use only. With a patience, it may lack events."""
         async with self._asking:
             return await self._with_view(await self._read_on(patience_s), view)
 
     async def _with_view(self, shown: ReportedRun, view: CurveView) -> ReportedRun:
-        """Return the run with finer rows of the steps in view."""
+        """Return the run with a finer step history for the steps in view."""
         if not view.is_part:
             return shown
         first, last = view.first_step, view.last_step
@@ -121,13 +118,13 @@ class RunBook:
         return replace(shown, history=history.with_newest_of(self._history))
 
     def close(self) -> None:
-        """Stop reading."""
+        """Cancel the reading of events."""
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
 
     async def _read_on(self, patience_s: float | None) -> ReportedRun:
-        """Return the run with all present events, or those that were read in time."""
+        """Read on, for at most patience_s, and return the run with the events read so far."""
         until_s = None if patience_s is None else time.monotonic() + patience_s
         status, before = await self.watch.status(), self._shown
         if before is None or before.status.submitted_at_s != status.submitted_at_s:
@@ -150,7 +147,7 @@ class RunBook:
         return self._shown
 
     def _read_events(self, course: RunCourse, status: RunStatus) -> None:
-        """Keep reading events while there are any."""
+        """Add events that are at hand, and keep a reader running while more exist."""
         if self._reader is not None and self._reader.done():
             reader, self._reader = self._reader, None
             reader.result()
@@ -169,7 +166,7 @@ class RunBook:
             raise NotFoundError(f"run {self._run.run_id!r} has lost its events")
 
     async def _steps(self, status: RunStatus, course: RunCourse) -> History:
-        """Return the steps of the run; those of an unfinished run may not be the newest."""
+        """Return the step history; that of an unfinished run may be up to HISTORY_S old."""
         if course.num_returns > self._num_returns:  # steps after the commit are gone
             self._history = History(())
             self._history_s, self._history_index = -HISTORY_S, -1
@@ -182,7 +179,7 @@ class RunBook:
         return self._history
 
     async def _read_steps(self, status: RunStatus) -> History:
-        """Return all steps; certain ones are not read again until the run is over."""
+        """Fetch the step history; final rows are not fetched again until the run ends."""
         wanted, from_step = recorded(status.job), self._history.next_step
         if from_step > 1 and not status.phase.is_final:
             later = await self._run.history(*wanted, from_step=from_step, max_rows=MAX_ROWS)
@@ -193,14 +190,14 @@ class RunBook:
 
 
 class RunBooks:
-    """The most recently viewed runs."""
+    """A cache of the most recently viewed runs."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._books: OrderedDict[str, RunBook] = OrderedDict()
 
     def watch(self, run_id: str) -> RunWatch:
-        """Return the watch of a run, which need not exist. Raises InvalidInputError for an invalid
+        """Return the watch of a run, which may not exist. Raises InvalidInputError for an invalid
         id."""
         return self._book(run_id).watch
 
@@ -209,19 +206,18 @@ class RunBooks:
         return await self._of(run_id, lambda book: book.watch.status())
 
     async def drawing(self, run_id: str, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
-        """Return the pictures of a run for a width. Raises NotFoundError if it does not exist."""
+        """Return a run's drawing for a width. Raises NotFoundError if the run does not exist."""
         return await self._of(run_id, lambda book: book.drawing(width, draw, view))
 
     async def complete_drawing(self, run_id: str, width: int, draw: Draw) -> str:
-        """Return drawings of a run with all of its events. Raises NotFoundError if it does not
-        exist."""
+        """Return a run's drawing with all events. Raises NotFoundError for an unknown run."""
         return await self._of(run_id, lambda book: book.complete_drawing(width, draw))
 
     async def partial_runs(
         self, run_ids: Iterable[str], view: CurveView = WHOLE
     ) -> list[ReportedRun]:
-        """Return runs as far as they can be read in time. Raises NotFoundError if one does not
-        exist."""
+        """Return runs with the events that can be read in time. Raises NotFoundError for an unknown
+        run."""
         asked = (self._of(each, lambda book: book.shown(PATIENCE_S, view)) for each in run_ids)
         return list(await asyncio.gather(*asked))
 

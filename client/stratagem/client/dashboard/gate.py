@@ -49,12 +49,12 @@ _SAME_SITE: Final = ("same-origin", "none")
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """The address on which the page listens, and the origins under which browsers know it."""
+    """The listen address of the page, and the origins under which browsers reach it."""
 
     host: str
     port: int
     origins: frozenset[str]
-    """The schemes, hosts and ports, such as http://127.0.0.1:7080; the first is printed."""
+    """The origins, such as http://127.0.0.1:7080; the first is the one that is printed."""
     printed: str
 
 
@@ -69,7 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_unspecified(host: str) -> bool:
-    """Return whether the host means all addresses of this machine, by which nobody opens a page."""
+    """Return whether the host is a wildcard such as 0.0.0.0, under which nobody opens a page."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -86,7 +86,7 @@ def address_of(
     behind_proxy: bool,
     names: Sequence[str] = (),
 ) -> PageAddress:
-    """Return the address of the page, if it may be served there.
+    """Validate where the page is to be served, and return its address.
 
     public_url: the address by which browsers reach it, if it is another. names: the hosts in its
     certificate. Raises InvalidInputError: an address that other machines reach requires a token,
@@ -123,7 +123,7 @@ def address_of(
 
 
 def origin_of(url: str) -> str:
-    """Return the scheme, host and port of a URL as browsers write them. Raises
+    """Return the origin (scheme, host and port) of a URL as browsers write it. Raises
     InvalidInputError."""
     try:
         parts = urlsplit(url)
@@ -137,7 +137,7 @@ def origin_of(url: str) -> str:
 
 
 def why_not(address: PageAddress, method: str, headers: Mapping[str, str]) -> str:
-    """Return why a request is refused, whoever makes it; "" if it is not.
+    """Return why a request must be refused, whoever makes it; "" if it may pass.
 
     The host must be ours, against foreign names that lead to this machine (DNS rebinding). A
     request that changes something must come from our page.
@@ -167,7 +167,7 @@ MIN_TOKEN_CHARS: Final = 16
 
 
 def token_in(path: Path) -> str:
-    """Return the token in a file. Raises InvalidInputError for a file without a usable one."""
+    """Read the page's token from a file. Raises InvalidInputError if it has no usable one."""
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -179,7 +179,7 @@ def token_in(path: Path) -> str:
 
 
 class PageSessions:
-    """The token of the page, and the cookies that are given for it.
+    """The page's token, and the session cookies given in exchange for it.
 
     A cookie is a random number signed with the token. Cookies need not be stored, and a page that
     is started again with the same token accepts the earlier ones.
@@ -190,14 +190,14 @@ class PageSessions:
         self.cookie = f"stratagem-{port}"  # cookies are shared by all ports of a host
 
     def begin(self, token: str) -> str | None:
-        """Return the value of a new cookie; None for a wrong token."""
+        """Return a new session cookie; None for a wrong token."""
         if not hmac.compare_digest(token.encode(), self._token):
             return None
         number = secrets.token_urlsafe(24)
         return f"{number}.{self._signature(number)}"
 
     def knows(self, cookie_header: str) -> bool:
-        """Return whether a request has a valid cookie."""
+        """Return whether a request has a valid session cookie."""
         try:
             morsel = SimpleCookie(cookie_header).get(self.cookie)
         except CookieError:
@@ -219,7 +219,7 @@ OPEN_FOLDER = "/static/"
 
 
 class PageGate:
-    """An ASGI application that guards another one."""
+    """ASGI middleware that refuses requests without a session and sets security headers."""
 
     def __init__(self, app: ASGIApp, address: PageAddress, sessions: PageSessions) -> None:
         self._app, self._address, self._sessions = app, address, sessions
@@ -227,8 +227,8 @@ class PageGate:
         self._has_ended = False
 
     def end(self) -> None:
-        """End all streams, and answer requests that still wait: a stream would never end by
-        itself."""
+        """End all streams, which would never end by themselves, and answer requests that still
+        wait."""
         self._has_ended = True
         for task in self._answering:
             task.cancel()
@@ -263,7 +263,7 @@ class PageGate:
         await refusal(scope, receive, send_with_headers)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the application answer, unless the page ends first."""
+        """Run the application for a request, unless the page ends first."""
         has_begun = False
 
         async def send_on(message: Message) -> None:

@@ -22,9 +22,9 @@ from stratagem.common.identity.tls import certificates_in, names_of
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 PATIENCE_S: Final = 10.0
-"""The time that a call waits for a coordinator that is away; the banner reports it sooner."""
+"""The time for which a call waits for an absent coordinator; the banner reports it sooner."""
 BANNER_PATIENCE_S: Final = 2.0
-"""The time that the banner waits before it reports the coordinator's answer."""
+"""The time for which the banner's status call waits for the coordinator."""
 DEFAULT_PORT: Final = 7080
 _ENDING_S: Final = 30.0
 
@@ -43,11 +43,10 @@ class PageOptions:
 
 
 class PageServer:
-    """One page of one coordinator."""
+    """The web server of the dashboard, for one coordinator."""
 
     def __init__(self, options: PageOptions, coordinator: str, proof: Proof = PLAINTEXT) -> None:
-        """Prepare a page. Raises InvalidInputError if the page may not be served with these
-        options."""
+        """Prepare a page. Raises InvalidInputError if these options do not permit a page."""
         try:
             host, port = split_address(options.listen)
         except ValueError as error:
@@ -81,12 +80,12 @@ class PageServer:
         self._server = _Server(Page(settings, client, asking).app(), options)
 
     def serve(self) -> None:
-        """Serve until SIGINT or SIGTERM."""
+        """Serve the page until SIGINT or SIGTERM."""
         self._server.run([self._socket])
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Serve from a thread. Raises UnavailableError if it cannot begin."""
+        """Context manager that serves the page from a thread. Raises UnavailableError."""
         thread = threading.Thread(target=self.serve, name="page", daemon=True)
         thread.start()
         while not self._server.started and thread.is_alive():
@@ -101,7 +100,7 @@ class PageServer:
 
 
 class _Server(uvicorn.Server):
-    """A server that ends open streams before it waits for them."""
+    """A uvicorn server that ends open streams at shutdown, instead of waiting for them."""
 
     def __init__(self, gate: PageGate, options: PageOptions) -> None:
         self._gate = gate
@@ -126,7 +125,7 @@ class _Server(uvicorn.Server):
 
 
 def _named_in(path: Path) -> tuple[str, ...]:
-    """Return the hosts in a certificate, without patterns."""
+    """Return the host names in a certificate, without wildcards."""
     from cryptography import x509
 
     own = certificates_in("--page-tls-cert", path)[0]
@@ -135,8 +134,7 @@ def _named_in(path: Path) -> tuple[str, ...]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address. Raises UnavailableError if that is
-    impossible."""
+    """Return a socket that listens at the address. Raises UnavailableError if that fails."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host.strip("[]"), port), family=family)

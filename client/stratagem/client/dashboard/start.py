@@ -23,7 +23,7 @@ ANY_PORT: Final = "127.0.0.1:0"
 def page_beside(
     coordinator: str, proof: Proof = PLAINTEXT, *, is_wanted: bool = True
 ) -> Iterator[None]:
-    """Serve a page of the coordinator from this process, if one is wanted, and print its
+    """Context manager that serves a coordinator's page from this process, if wanted, and prints its
     address."""
     if not is_wanted:
         yield

@@ -1,4 +1,4 @@
-"""Stream events to one tab: a run's facts and progress, or all runs, and a beat.
+"""Stream server-sent events to one browser tab: of one run or of all runs, with regular heartbeats.
 
 Each tab is served at the pace at which it reads, and nothing is queued for it: a slow reader gets
 events of the past later, and of everything else the latest. A tab that reads nothing is cut off.
@@ -26,12 +26,12 @@ from stratagem.common.base.errors import StratagemError
 
 BEAT_S: Final = 10.0
 STALL_S: Final = 60.0
-"""The time after which a tab that reads nothing is cut off; it reconnects with the number of the
-last event that it has seen."""
+"""The time after which a tab that reads nothing is disconnected; it reconnects with the number of
+the last event that it has seen."""
 
 
 class TabStream:
-    """The stream of one tab."""
+    """The event stream of one browser tab."""
 
     def __init__(self, coordinator: CoordinatorWatch) -> None:
         self._coordinator = coordinator
@@ -39,10 +39,10 @@ class TabStream:
         self._beat_s = time.monotonic() - BEAT_S
         self._beat_of: object = None
         self._next = 0
-        """The index of the event that the tab gets next."""
+        """The index of the next event to send to the tab."""
 
     async def of_run(self, watch: RunWatch, index: int) -> AsyncGenerator[bytes]:
-        """Yield the messages of a run from an event on."""
+        """Yield a run's events, from an index on, and its progress, as server-sent events."""
         self._next = index
         num_progress, ended_at, is_gone = 0, -1, False
         with self._subscribed(watch):
@@ -66,7 +66,7 @@ class TabStream:
                 await self._wait()
 
     async def of_runs(self, watch: RunsWatch) -> AsyncGenerator[bytes]:
-        """Yield the messages of all runs."""
+        """Yield the list of all runs and its changes, as server-sent events."""
         seen = SentRuns()
         with self._subscribed(watch):
             while True:
@@ -85,7 +85,7 @@ class TabStream:
             yield
 
     async def _facts(self, watch: RunWatch) -> AsyncGenerator[bytes]:
-        """Yield the events of a run that were not sent yet, and beats between them."""
+        """Yield the events that the tab lacks, with heartbeats between them."""
         self._next = min(self._next, watch.next)  # smaller if another run now has this name
         try:
             while self._next < watch.next:
@@ -109,8 +109,8 @@ class TabStream:
             self._news.set()
 
     def _beats(self, watch: RunWatch | RunsWatch) -> Iterator[bytes]:
-        """Yield the coordinator's state if it has changed or was not sent for a while, after any
-        failure of the page itself."""
+        """Yield a heartbeat with the coordinator's state, or the page's own failure, if that
+        changed or a heartbeat is due."""
         trouble = watch.subscription.trouble or self._coordinator.subscription.trouble
         state = CoordinatorHealth("broken", trouble) if trouble else self._coordinator.state
         now_s = time.monotonic()
@@ -121,18 +121,17 @@ class TabStream:
         yield server_sent("beat", {**told_so, "time_s": time.time()})
 
     async def _wait(self) -> None:
-        """Wait for news, or until a beat is due."""
+        """Wait for news, or until a heartbeat is due."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(self._beat_s + BEAT_S - time.monotonic(), 0.0)):
                 await self._news.wait()
 
 
 class TabResponse(StreamingResponse):
-    """An answer that is a stream; a tab that reads nothing for a while does not delay the stream's
-    end."""
+    """A streaming HTTP response that ends promptly, even if the tab reads nothing."""
 
     async def stream_response(self, send: Send) -> None:
-        """Send messages until the tab leaves or is cut off."""
+        """Send messages until the tab disconnects or is cut off."""
 
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(STALL_S):

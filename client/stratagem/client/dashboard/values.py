@@ -12,8 +12,7 @@ from stratagem.common.base.text import printable
 
 
 def plain(value: Any) -> Any:
-    """Return a value in the form of JSON: numbers that are not finite become "nan", "inf" or
-    "-inf"."""
+    """Convert a value to JSON types; numbers that are not finite become "nan", "inf" or "-inf"."""
     match value:
         case str():
             return printable(value)
@@ -32,13 +31,12 @@ def plain(value: Any) -> Any:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as one line of JSON."""
+    """Encode a value as one line of JSON."""
     return json.dumps(plain(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
 
 
 def server_sent(kind: str, value: Any, index: int | None = None) -> bytes:
-    """Return one event of an event stream. index: its number, which the browser sends when it
-    reconnects."""
+    """Encode a server-sent event. index: its id, which the browser sends when it reconnects."""
     numbered = "" if index is None else f"id: {index}\n"
     return f"{numbered}event: {kind}\ndata: {as_json(value)}\n\n".encode()
 
@@ -49,32 +47,32 @@ def server_sent(kind: str, value: Any, index: int | None = None) -> bytes:
 # side.
 
 BETWEEN: Final = 54
-"""The pixels between pictures side by side; see the frame and the gap of figures in style.css."""
+"""The gap in pixels between pictures side by side; as in style.css."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveView:
-    """The view options of the pictures on a page."""
+    """The view options of a page: range of steps, columns and scale of its pictures."""
 
     first_step: int = 1
     last_step: int | None = None
-    """The last step in view; None: the newest one."""
+    """The last step in view; None for the newest one."""
     log: bool = False
     columns: int = 1
-    """The number of columns of pictures; the last one of an odd number fills two."""
+    """The number of columns of pictures; the last of an odd number of pictures spans two."""
 
     def width_of(self, at: int, num_pictures: int, width: int) -> int:
-        """Return the width of a picture in a column of this width."""
+        """Return the width of the picture at index `at` on a page of this width."""
         is_alone = self.columns == 2 and at == num_pictures - 1 and num_pictures % 2 == 1
         return 2 * width + BETWEEN if is_alone else width
 
     @property
     def is_part(self) -> bool:
-        """Return whether some steps are left out."""
+        """Return whether the view leaves out some steps."""
         return self.first_step > 1 or self.last_step is not None
 
     def steps(self, reached: int) -> tuple[float, float] | None:
-        """Return the ends of the frame for runs that have reached a step; None: all steps."""
+        """Return (first, last) of the steps in view, if runs have reached a step; None for all."""
         if not self.is_part:
             return None
         last = max(reached, 1) if self.last_step is None else self.last_step

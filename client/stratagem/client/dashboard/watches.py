@@ -1,4 +1,4 @@
-"""Follow the coordinator, one run, and all runs, once for all tabs of the page."""
+"""Watch the coordinator, one run, or all runs, with one subscription for all tabs of the page."""
 
 import asyncio
 import logging
@@ -29,14 +29,14 @@ from stratagem.common.base.errors import (
 # The coordinator is asked for its health at intervals, for the banner of the page.
 
 ASK_PAUSE_S: Final = 2.0
-"""The time between two questions to the coordinator."""
+"""The time between two health checks of the coordinator."""
 ANSWER_S: Final = 5.0
-"""The time after which a silent coordinator counts as away."""
+"""The time without an answer after which the coordinator counts as away."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHealth:
-    """The state of the coordinator that the banner of the page shows."""
+    """The coordinator's state as the page's banner shows it."""
 
     state: str = "connecting"
     """One of live, away, standby, denied, version, connecting, or broken (the page itself has
@@ -45,17 +45,17 @@ class CoordinatorHealth:
 
 
 class CoordinatorWatch:
-    """A task that asks the coordinator at intervals whether it answers, and tells all tabs of
+    """A task that regularly checks whether the coordinator answers, and notifies tabs of
     changes."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
         self.state = CoordinatorHealth()
         self.answered_s: float | None = None
-        """The time of its last answer, by the clock of this process."""
+        """The time of the last answer, by this process's monotonic clock."""
         self._asked_s = -ASK_PAUSE_S
         self._began_s: float | None = None
-        """The time of the first question."""
+        """The time of the first check."""
         self.subscription = Subscription("the coordinator", self._follow)
 
     async def _follow(self) -> bool:
@@ -67,7 +67,7 @@ class CoordinatorWatch:
 
     @property
     def silent_s(self) -> float:
-        """Return the seconds since the last answer, or else since the first question."""
+        """Return the seconds since the last answer, or since the first check if there was none."""
         since_s = self._began_s if self.answered_s is None else self.answered_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
@@ -92,7 +92,7 @@ class CoordinatorWatch:
 
 
 def state_of(error: StratagemError) -> str:
-    """Return the banner's word for a call that failed."""
+    """Return the banner's state for a call that failed with this error."""
     match error:
         case StandbyError():
             return "standby"
@@ -110,31 +110,31 @@ def state_of(error: StratagemError) -> str:
 # status.
 
 KEPT: Final = 500
-"""The number of events that are kept for tabs; a tab that is further behind reads by itself."""
+"""The number of events cached for tabs; a tab that is further behind reads by itself."""
 PROGRESS_S: Final = 0.25
-"""The time between two messages of progress; nobody could read more."""
+"""The shortest time between two progress messages."""
 STATUS_S: Final = 2.0
 """The time for which a status is reused while nothing happens to the run."""
 STATUS_PAUSE_S: Final = 0.5
-"""The time between two questions for the status, whoever asks."""
+"""The shortest time between two status requests, whoever asks."""
 
 
 class RunWatch:
-    """The events of one run as messages; the run is followed while a tab shows it."""
+    """The events and progress of one run as messages; the run is followed while a tab shows it."""
 
     def __init__(self, run: AsyncRun) -> None:
         self.run = run
         self.is_ready = False
-        """The coordinator has reported the number of events."""
+        """The number of events is known, so streams may begin."""
         self.next = 0
-        """The index of the next event."""
+        """The index of the next expected event."""
         self.progress, self.num_progress = b"", 0
-        """The latest progress, empty if none is known of the present run, and the number of
-        messages so far."""
+        """The latest progress message, empty if none applies now, and the number of messages so
+        far."""
         self.ended_at = -1
-        """The index after the event that ended the run; -1: it has not ended."""
+        """The index after the run's last event; -1 while it has not ended."""
         self.gone = b""
-        """The message that the run does not exist."""
+        """The message for tabs that the run does not exist; empty if it does."""
         self._kept: deque[tuple[Event, bytes]] = deque()
         self.subscription = Subscription(
             f"run {run.run_id}", self._follow, self._begin, self._forget_progress
@@ -148,15 +148,15 @@ class RunWatch:
 
     @property
     def first(self) -> int:
-        """Return the first event that is kept."""
+        """Return the index of the oldest cached event."""
         return self.next - len(self._kept)
 
     def event(self, index: int) -> bytes:
-        """Return an event that is kept."""
+        """Return a cached event as a message."""
         return self._kept[index - self.first][1]
 
     def events_from(self, index: int) -> list[Event]:
-        """Return the events from one on if they are kept; none if some are not."""
+        """Return the events from an index on, if all of them are cached; else none."""
         if not (self.subscription.is_on and self.is_ready and self.first <= index < self.next):
             return []
         return [event for event, _ in islice(self._kept, index - self.first, None)]
@@ -166,7 +166,7 @@ class RunWatch:
         self.changed()  # changes in the meantime were missed
 
     async def status(self) -> RunStatus:
-        """Return the present status of the run; concurrent callers share one request."""
+        """Return the current status of the run; concurrent callers share one request."""
         async with self._asking:
             now_s = time.monotonic()
             is_current = self.subscription.is_on and self.is_ready
@@ -180,7 +180,7 @@ class RunWatch:
             return status
 
     def changed(self) -> None:
-        """Request the status again when it is needed, because a caller has changed the run."""
+        """Invalidate the cached status, because a caller has changed the run."""
         self._num_changes += 1
 
     async def _follow(self) -> bool:
@@ -195,7 +195,7 @@ class RunWatch:
         return True
 
     async def _follow_to_the_end(self) -> None:
-        """Follow the run to its end, then wait for further events."""
+        """Follow the run to its end, then wait until it continues."""
         newest = (await self.run.status()).event_index
         if not self.is_ready or newest + 1 < self.next:  # smaller: another run has this name
             self._kept.clear()
@@ -238,7 +238,7 @@ class RunWatch:
         self.subscription.notify()
 
     def _forget_progress(self) -> None:
-        """Forget the progress of a run that continues from a commit."""
+        """Drop the latest progress: the run has ended, continues from a commit, or is gone."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._latest, self.progress = None, None, b""
@@ -249,14 +249,14 @@ class RunWatch:
 # All tabs that show the list share one subscription to all runs.
 
 MAX_RUNS: Final = 200
-"""The most runs in one message."""
+"""The largest number of runs in one message."""
 MAX_DELETED: Final = 1000
-"""The number of deleted runs that are remembered for tabs."""
+"""The largest number of deleted runs to remember; beyond it, tabs get all runs again."""
 
 
 @dataclass(slots=True)
 class SentRuns:
-    """The changes of runs that one tab has been sent."""
+    """The position of one tab in the changes of runs that it has been sent."""
 
     generation: int = -1
     num_changes: int = 0
@@ -264,19 +264,19 @@ class SentRuns:
 
 
 class RunsWatch:
-    """All runs in brief; they are followed while a tab shows them."""
+    """The list of all runs and its changes as messages; followed while a tab shows it."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._runs: OrderedDict[str, tuple[int, str]] = OrderedDict()
-        """The number of the newest change of each run and its brief as JSON ("" for a deleted run),
-        by id, in order of that number."""
+        """The number of each run's newest change, and its brief as JSON ("" for a deleted run),
+        keyed by run id and ordered by that number."""
         self._generation = self._num_changes = 0
         self._is_complete, self._time_s = False, 0.0
         self.subscription = Subscription("all runs", self._follow, end=self._begin)
 
     def news(self, seen: SentRuns) -> list[bytes]:
-        """Return the changes that a tab has not been sent, as messages."""
+        """Return the changes that a tab lacks, as messages, and advance its position."""
         is_first = seen.generation != self._generation
         since = 0 if is_first else seen.num_changes
         changed: list[tuple[str, str]] = []
@@ -328,7 +328,7 @@ class RunsWatch:
         self.subscription.notify()
 
     def _begin(self) -> None:
-        """Forget all runs, because the coordinator names them again."""
+        """Drop all runs, because the coordinator lists them again."""
         self._runs.clear()
         self._generation += 1
         self._num_changes, self._is_complete = 0, False
@@ -339,9 +339,9 @@ class RunsWatch:
 # A subscription runs in one task, while a tab looks at it.
 
 RETRY_S: Final = 2.0
-"""The time before a refused request is repeated, or an ended run is looked at again."""
+"""The pause before a failed request is repeated, or an ended run is checked again."""
 TROUBLE_S: Final = 15.0
-"""The time for which tabs are told of a failure, longer than until their next beat."""
+"""The time for which tabs are told of a failure, longer than one heartbeat interval."""
 
 log = logging.getLogger("stratagem.client")
 
@@ -351,8 +351,7 @@ def nothing() -> None:
 
 
 class Subscription:
-    """A subscription that one task follows for all its users, and begins again after any
-    failure."""
+    """A subscription followed by one task while it has users, and retried after any failure."""
 
     def __init__(
         self,
@@ -362,7 +361,7 @@ class Subscription:
         end: Callable[[], None] = nothing,
     ) -> None:
         """Begin without users. what: its name in the log. follow: returns True to be called again,
-        False when there is nothing more to follow. begin, end: called before the first user comes,
+        False if there is nothing more to follow. begin, end: called before the first user comes,
         and after the last has left."""
         self._what, self._follow, self._begin, self._end = what, follow, begin, end
         self._readers: list[Callable[[], None]] = []
@@ -376,12 +375,12 @@ class Subscription:
 
     @property
     def trouble(self) -> str:
-        """Return the latest unexpected failure; "" without one."""
+        """Return the latest unexpected failure while tabs are to be told of it; "" otherwise."""
         return self._why if time.monotonic() - self._failed_s < TROUBLE_S else ""
 
     @contextmanager
     def subscribe(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """Follow it inside the context; on_change: called when something has happened."""
+        """Context manager that makes the caller a user; on_change is called after each change."""
         self._readers.append(on_change)
         if self._task is None:
             self._begin()
@@ -396,7 +395,7 @@ class Subscription:
                 self._end()
 
     def notify(self) -> None:
-        """Tell all users that something has happened."""
+        """Call on_change of all users."""
         for on_change in self._readers:
             on_change()
 

@@ -1,5 +1,5 @@
-"""Describe an Indexed Job of Kubernetes whose pods are workers of one run and come back when they
-are preempted.
+"""Make the manifest of a Kubernetes Indexed Job whose pods run the workers of one run, and are
+replaced when preempted.
 
 All functions but `submit` are pure.
 """
@@ -28,17 +28,17 @@ from stratagem.common.process.process_exit import PREEMPTED
 # pods of a Job.
 
 PORT: Final = 7072
-"""The port of a pod's first worker, which the network policies open to the coordinator."""
+"""The port of a pod's first worker; network policies open it to the coordinator."""
 HEALTH_PORT: Final = 7172
 METRICS_PORT: Final = 9100
-"""The port of a pod's first worker, which the component `metrics` opens to Prometheus."""
+"""The metrics port of a pod's first worker; the component `metrics` opens it to Prometheus."""
 MAX_PER_POD: Final = 16
 START_APART_S: Final = 60
-"""The difference in start times of a pod's workers that a minute more tolerates."""
+"""The initial delay of the liveness probe, for workers that start later than others."""
 GRACE_S: Final = 60
 DRAIN_GRACE_S: Final = 45
 MAX_NAME: Final = 50
-"""The longest name of a Job: pods add an index and five letters, at most 63 characters in all."""
+"""The longest name of a Job: pods append an index and five letters, to 63 characters at most."""
 USER: Final = 10001
 CODE: Final = "/srv/code"
 DATA: Final = "/var/lib/stratagem"
@@ -49,36 +49,36 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PodShape:
-    """The shape of the pods of a launch."""
+    """The shape of the pods of a launch: workers, GPUs, queue, secret and labels."""
 
     namespace: str
     image: str
     per_pod: int
-    """The number of workers in a pod, each a container. One pod per node lets them share memory."""
+    """The number of workers (containers) per pod; workers of one pod share memory."""
     cpus: int
     memory: str
     gpus: int
-    """The number of GPUs of each worker."""
+    """The number of GPUs per worker."""
     queue: str | None
-    """The queue of Kueue, which starts the job when its turn comes."""
+    """The name of the Kueue queue that admits the job."""
     secret: str | None
-    """The secret with ca.crt, pool-POOL.crt and pool-POOL.key."""
+    """The name of the secret that holds ca.crt, pool-POOL.crt and pool-POOL.key."""
     pool: str | None
     metrics: bool
-    """Each worker serves Prometheus' metrics."""
+    """Each worker serves metrics for Prometheus."""
     node_labels: tuple[str, ...] = ()
     """The labels that nodes must have, as KEY=VALUE."""
     job_name: str | None = None
-    """The name of the Job, by default the run's; a second kind of nodes needs another."""
+    """The name of the Job, by default that of the run; a second kind of node needs another."""
 
 
 def template(launch: WorkerLaunch, shape: PodShape) -> Object:
-    """Return the template of the pods, with its metadata."""
+    """Return the pod template of the Job, with its metadata."""
     return {"metadata": _about(launch, shape), "spec": _pod(launch, shape)}
 
 
 def labels_of(launch: WorkerLaunch) -> Object:
-    """Return the labels of all pods of a run, and of its Jobs."""
+    """Return the labels of a run's pods and Jobs."""
     return {
         "app.kubernetes.io/name": "stratagem",
         "app.kubernetes.io/component": "launched-worker",
@@ -87,8 +87,8 @@ def labels_of(launch: WorkerLaunch) -> Object:
 
 
 def name_of(run_id: str) -> str:
-    """Return the name of a run's Job: the run's id may be longer, or begin or end with characters
-    that a name may not."""
+    """Return a valid Job name for a run id, which may be longer, or begin or end with other
+    characters."""
     name = re.sub(r"^[^a-z0-9]+|[^a-z0-9]+$", "", run_id)
     if name == run_id and len(name) <= MAX_NAME:
         return name
@@ -97,11 +97,9 @@ def name_of(run_id: str) -> str:
 
 
 def _about(launch: WorkerLaunch, shape: PodShape) -> Object:
-    """Return the metadata of the pods.
+    """Return the metadata of the pods, with Prometheus' annotations if a pod has one worker.
 
-    The annotations by which Prometheus finds pods have room for one port. A pod with one worker has
-    those of the standing workers; a pod with several has none, because some workers would be
-    missed.
+    The annotations have room for one port: of a pod with several workers, some would be missed.
     """
     about: Object = {"labels": labels_of(launch)}
     if shape.metrics and shape.per_pod == 1:
@@ -188,7 +186,7 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
 
 
 def _options(shape: PodShape, number: int) -> list[str]:
-    """Return the options of a worker that follow from its pod."""
+    """Return the options of the pod's worker `number` that depend on the pod."""
     words = [
         f"--name=$(POD_NAME)-{number}" if number else "--name=$(POD_NAME)",
         f"--listen=$(POD_IP):{PORT + number}",
@@ -210,9 +208,9 @@ def _options(shape: PodShape, number: int) -> list[str]:
 
 
 def _all_alive(num_workers: int) -> Object:
-    """Return a probe that asks all workers of a pod.
+    """Return a liveness probe that fails if any worker of the pod is dead.
 
-    A pod is made again only when all of its containers have ended. The place of a dead worker would
+    A pod is replaced only when all of its containers have ended. The place of a dead worker would
     stay empty while the others live, so they leave too. The delay allows for workers that start
     later than others.
     """
@@ -222,8 +220,9 @@ def _all_alive(num_workers: int) -> Object:
 
 
 def _environment(container: str, shape: PodShape) -> list[Object]:
-    """Return the variables of a container: its pod, and the threads that it has paid for. Nodes
-    have different numbers of cores, and the number of threads is part of the numerics."""
+    """Return the environment variables of a container: its pod's, and the threads that it has paid
+    for. Nodes have different numbers of cores, and the number of threads is part of the
+    numerics."""
     fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
     if shape.metrics:  # as for the standing workers, whose deployment is their namespace
         fields["STRATAGEM_WORKER_METRICS_DEPLOYMENT"] = "metadata.namespace"
@@ -240,7 +239,7 @@ def _environment(container: str, shape: PodShape) -> list[Object]:
 # ---- Job ----
 
 TRIES: Final = 3
-"""The number of times that a failing worker is started again."""
+"""The number of restarts of a failing worker."""
 KEPT_S: Final = 86_400
 QUEUE: Final = "kueue.x-k8s.io"
 
@@ -249,12 +248,12 @@ _LABEL: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_LABEL: Final = re.compile(rf"(?:[a-z0-9][-a-z0-9.]{{0,252}}/)?{_LABEL}=(?:{_LABEL})?")
 _JOB_NAME: Final = re.compile(rf"[a-z0-9](?:[-a-z0-9]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
 _SPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?")
-"""The pattern of a namespace, which is a label of DNS."""
+"""The pattern of a valid namespace, which is a DNS label."""
 _QUEUE: Final = re.compile(rf"(?=.{{1,63}}$){_SPACE.pattern}(?:\.{_SPACE.pattern})*")
-"""The pattern of a queue's name, which also stands in a label."""
+"""The pattern of a valid queue name, which is also a label value."""
 _PART: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 _SECRET: Final = re.compile(rf"(?=.{{1,253}}$){_PART}(?:\.{_PART})*")
-"""The pattern of a secret's name, whose parts have no limit of their own."""
+"""The pattern of a valid secret name: a DNS name whose parts may be long."""
 _MEMORY: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:[kMGTPE]|[KMGTPE]i)?")
 
 DISRUPTED: Final = {"type": "DisruptionTarget", "status": "True"}
@@ -266,11 +265,9 @@ HEAD: Final = """\
 
 
 def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
-    """Return the Job.
-
-    Raises InvalidInputError for workers that do not fill their pods, for names and labels that
-    Kubernetes would refuse, and for a network without certificates that was not allowed.
-    """
+    """Return the Job's manifest. Raises InvalidInputError for workers that do not fill their pods,
+    for names and labels that Kubernetes would refuse, and for a network without certificates that
+    was not allowed."""
     _check(launch, shape)
     num_pods = launch.num_workers // shape.per_pod
     name = shape.job_name or name_of(launch.run_id)
@@ -305,20 +302,20 @@ def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
 
 
 class _Plain(yaml.SafeDumper):
-    """A dumper that writes out equal parts each time, instead of references to the first one."""
+    """A YAML dumper that repeats equal parts instead of writing references to the first one."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def as_text(job: Object, launch: WorkerLaunch) -> str:
-    """Return the file for kubectl."""
+    """Return the manifest as YAML text for kubectl, with a comment on the launch."""
     head = HEAD.format(run_id=launch.run_id, coordinator=launch.coordinator, preempted=PREEMPTED)
     return head + yaml.dump(job, Dumper=_Plain, sort_keys=False, width=1000)
 
 
 def submit(path: Path) -> str:
-    """Submit a file, and return kubectl's answer. Raises UnavailableError."""
+    """Create the Job with kubectl, and return kubectl's answer. Raises UnavailableError."""
     return KUBECTL.answer("create", "-f", str(path))
 
 
@@ -351,7 +348,7 @@ def _check(launch: WorkerLaunch, shape: PodShape) -> None:
 
 
 def _check_names(shape: PodShape) -> None:
-    """Check names that Kubernetes would refuse, or not find, only after the run was submitted."""
+    """Raise InvalidInputError for names that Kubernetes would refuse only after submission."""
     in_words = "of a-z, 0-9, and - between them"
     names = (
         ("--namespace", shape.namespace, _SPACE, f"1 to 63 {in_words}"),

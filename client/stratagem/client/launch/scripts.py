@@ -13,7 +13,7 @@ from stratagem.common.process.process_exit import PREEMPTED
 # ---- Slurm ----
 
 GRACE_S: Final = 60
-"""The seconds before the end of a job's time at which Slurm sends the signal."""
+"""The seconds before a job's time limit at which Slurm sends the signal to commit and exit."""
 
 SBATCH: Final = SiteProgram("sbatch", "run this on a machine with Slurm's commands")
 
@@ -34,7 +34,7 @@ exit "$status"
 
 
 def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
-    """Return the script. options: further options of sbatch, which override those set here."""
+    """Return the batch script. options: further sbatch options, which override those set here."""
     check_options(options, "sbatch")
     directives = [
         f"--job-name={launch.run_id}",
@@ -56,7 +56,7 @@ def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
 
 
 def submit_to_slurm(script: Path) -> str:
-    """Submit a script, and return the id of Slurm's job. Raises UnavailableError."""
+    """Submit a script with sbatch, and return the Slurm job id. Raises UnavailableError."""
     return SBATCH.answer("--parsable", str(script)).partition(";")[0]
 
 
@@ -167,7 +167,7 @@ if __name__ == "__main__":
 
 
 def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
-    """Return the program. cpus, gpus: for each worker. host: the coordinator's."""
+    """Return the Ray program. cpus, gpus: per worker. host: the coordinator's."""
     words = launch.command_of("env")
     for name in ("--threads", "--max-readers"):  # Ray binds no process to its cores
         if not any(word.partition("=")[0] == name for word in words):
@@ -187,6 +187,6 @@ def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
 
 
 def submit_to_ray(script: Path, launch: WorkerLaunch, options: tuple[str, ...]) -> None:
-    """Submit a program to Ray. options: of `ray job submit`. Raises UnavailableError."""
+    """Submit a program with `ray job submit` and its options. Raises UnavailableError."""
     words = ("--no-wait", "--submission-id", launch.run_id, *options)
     RAY.answer("job", "submit", *words, "--", launch.command[0], str(script.resolve()))

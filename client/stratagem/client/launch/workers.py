@@ -28,21 +28,21 @@ OF_THE_LAUNCHER: Final = ("--rendezvous", "--coordinator", "--for-run", "--name"
 
 @dataclass(frozen=True, slots=True)
 class WorkerLaunch:
-    """A number of workers for a run."""
+    """The description of a number of equal workers to start for a run."""
 
     run_id: RunId
     coordinator: str
     num_workers: int
     command: tuple[str, ...]
-    """The command of one worker, without the launcher whose variables it reads."""
+    """The command line of one worker, without the launcher option."""
 
     def command_of(self, launcher: str) -> tuple[str, ...]:
-        """Return the command of a worker that this launcher starts."""
+        """Return the command line of a worker that this launcher starts."""
         return (*self.command, "--rendezvous", launcher)
 
 
 def check_addresses(option: str, addresses: str) -> None:
-    """Raise InvalidInputError unless the text has addresses of a coordinator. option: its name."""
+    """Raise InvalidInputError unless an option's value is a list of coordinator addresses."""
     try:
         split_addresses(addresses)
     except ValueError as error:
@@ -58,12 +58,12 @@ def launch_of(
     folders: tuple[str, ...],
     options: tuple[str, ...],
 ) -> WorkerLaunch:
-    """Return the launch of workers for a run of a job.
+    """Describe the workers to start for a run of a job. They may import only what the job names,
+    unless the options have `--allow`.
 
-    Workers may import only what this job names, unless the options have `--allow`. python: the path
-    of the interpreter on the nodes. folders: the paths of the user's modules there. options: of
-    each worker. Raises InvalidInputError for options that a worker does not have or that the launch
-    sets, and for a job with code that no option accepts.
+    python: the path of the interpreter on the nodes. folders: the paths of the user's modules
+    there. options: of each worker. Raises InvalidInputError for options that a worker does not have
+    or that the launch sets, and for a job with code that no option accepts.
     """
     for name in OF_THE_LAUNCHER:
         if name in {option.partition("=")[0] for option in options}:
@@ -97,16 +97,16 @@ FLAGS: Final = frozenset(
         *("--open-files", "--signed-states", "--tunnel"),
     }
 )
-"""Options without a value, each also as --no-..."""
+"""Worker options without a value, each also available as --no-..."""
 INTEGERS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("--health-port", "--max-blob-memory-bytes", "--max-readers"), 0),
     **dict.fromkeys(("--max-calls", "--max-early-bytes", "--max-sessions", "--max-uploads"), 1),
     **dict.fromkeys(("--max-state-bytes", "--max-state-tensors", "--threads"), 1),
     "--metrics-port": 0,
 }
-"""Options whose value is a whole number, with the least one."""
+"""Worker options with an integer value, each with its minimum."""
 MOST: Final[Mapping[str, int]] = dict.fromkeys(("--health-port", "--metrics-port"), 65535)
-"""The greatest values of such options, if they have one."""
+"""The maximum of integer options that have one."""
 SECONDS: Final = frozenset(
     {
         *("--abort-grace-s", "--compile-timeout-s", "--drain-grace-s", "--exchange-timeout-s"),
@@ -130,7 +130,7 @@ TEXTS: Final = frozenset(
         *("--site", "--state-folder", "--tags", "--tls-ca", "--tls-cert", "--tls-key"),
     }
 )
-"""Options whose value may be any text, because it names something on the nodes."""
+"""Worker options whose value may be any text, because it names something on the nodes."""
 
 _WITHOUT_VALUE: Final = FLAGS | {f"--no-{name.removeprefix('--')}" for name in FLAGS}
 _KNOWN: Final = (*sorted(_WITHOUT_VALUE), *INTEGERS, *SECONDS, *CHOICES, *TEXTS)
@@ -138,8 +138,8 @@ _FIELD: Final = "--worker"
 
 
 def names_of(words: Sequence[str]) -> frozenset[str]:
-    """Return the names of the options. Raises InvalidInputError for those that a worker would
-    refuse."""
+    """Return the names of worker options in a command line. Raises InvalidInputError for those that
+    a worker would refuse."""
     names, rest = set[str](), iter(words)
     for word in rest:
         name, has_value, value = word.partition("=")
@@ -160,7 +160,7 @@ def names_of(words: Sequence[str]) -> frozenset[str]:
 
 
 def _why_not(name: str, value: str, *, has_value: bool) -> str:
-    """Return the values that are allowed in place of a wrong one; "" for a right one."""
+    """Return the values that an option allows, if this one is wrong; "" if it is right."""
     if name in _WITHOUT_VALUE:
         return "no value" if has_value else ""
     if name in INTEGERS:
@@ -192,9 +192,9 @@ def _is_time(text: str) -> bool:
 
 @contextmanager
 def submitted_run(client: Client, job: JobSpec, run_id: RunId, job_path: Path) -> Iterator[None]:
-    """Submit the run, and let the body submit its workers.
+    """Context manager that submits the run, for a block that submits its workers.
 
-    If the body fails or is interrupted, the run is stopped, unless it existed before with workers
+    If the block fails or is interrupted, the run is stopped, unless it existed before with workers
     of its own. The error or the KeyboardInterrupt says what happened to the run. Workers that the
     engine still takes after an interrupt leave a run that was stopped.
     """
@@ -212,8 +212,8 @@ def submitted_run(client: Client, job: JobSpec, run_id: RunId, job_path: Path) -
 
 
 def _without_workers(handle: RunHandle, how: str) -> str:
-    """Stop a run whose workers were not taken, and return what happened to it. how: the command
-    that stops it."""
+    """Stop a run whose workers could not be submitted, and return what happened to it. how: the
+    command that stops it."""
     if not handle.created:
         return f"run {handle.run_id}, which was there before, goes on"
     try:
@@ -243,11 +243,11 @@ def check_options(options: Iterable[str], program: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SiteProgram:
-    """A program of a site that takes jobs."""
+    """A command-line program of a site that accepts jobs, such as sbatch."""
 
     name: str
     advice: str
-    """The advice for a machine without the program."""
+    """The advice to users if the program is missing on this machine."""
 
     def check(self) -> None:
         """Raise UnavailableError if the program is missing, before it is needed."""
@@ -255,10 +255,8 @@ class SiteProgram:
             raise self._missing()
 
     def answer(self, *arguments: str) -> str:
-        """Call the program and return its output.
-
-        Raises UnavailableError if the program is missing, silent, or refuses.
-        """
+        """Run the program and return its output. Raises UnavailableError if the program is missing,
+        silent, or refuses."""
         try:
             done = subprocess.run(
                 [self.name, *arguments],

@@ -45,13 +45,13 @@ Argv = Callable[[Mapping[str, str]], list[str]]
 
 
 def local_names(num_workers: int) -> tuple[str, ...]:
-    """Return the names of a local cluster's workers."""
+    """Return the names of the workers of a local cluster."""
     return tuple(f"worker-{number}" for number in range(num_workers))
 
 
 def threads_each(asked: int | None, environ: Mapping[str, str] = os.environ) -> ThreadChoice:
-    """Return the number of threads of each worker of a local cluster: the number asked for, else
-    that of the environment, else one.
+    """Return the number of threads per worker of a local cluster: the requested number, else that
+    of the environment, else one.
 
     One thread is independent of the cores and of the number of workers, and so are the bits of a
     run; several make a step of a small model no faster.
@@ -63,12 +63,11 @@ def threads_each(asked: int | None, environ: Mapping[str, str] = os.environ) -> 
 
 @dataclass(slots=True, kw_only=True)
 class LocalCluster:
-    """A cluster that starts on `start()` or on entering the context, and ends on `close()` or on
-    leaving it."""
+    """A coordinator and workers as child processes; a context manager that starts and ends them."""
 
     workers: int = 2
     data_dir: Path | None = None
-    """The folder for journal, states and logs; None: a temporary one that close() removes."""
+    """The folder for journal, states and logs; None for a temporary folder, removed at the end."""
     allow: Sequence[str] = ("*:*",)
     """The entry points (`module:name`, with wildcards) that jobs may name."""
     allow_code: str = "any"
@@ -76,15 +75,16 @@ class LocalCluster:
     import_path: Sequence[Path] = ()
     """The folders from which the workers import the user's modules."""
     data_root: Sequence[Path] = (Path("/"),)
-    """The folders that may hold `data.path` of a job; any, because the jobs are the caller's."""
+    """The folders from which jobs may read `data.path`; any, because the jobs are the caller's."""
     threads: int | None = None
-    """The number of threads of each worker; None: see `threads_each`."""
+    """The number of threads per worker; None for the default of `threads_each`."""
     listen: str = "127.0.0.1:0"
     failpoints: bool = False
-    """Every process gets the failpoint folder data_dir/failpoints/<process name>."""
+    """Give each process the failpoint folder data_dir/failpoints/<process name>; for tests."""
     environment: Mapping[str, str] = field(default_factory=dict)
     worker_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Further command-line arguments by worker name, such as {"worker-0": ["--tags", "site-a"]}."""
+    """Further command-line arguments, keyed by worker name, such as {"worker-0": ["--tags",
+    "site-a"]}."""
     programs: Mapping[str, Sequence[str]] = field(
         default_factory=lambda: {
             "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
@@ -95,9 +95,9 @@ class LocalCluster:
     _folder: Path = field(init=False, default_factory=Path)
     _lock: int = field(init=False, default=-1)
     _temporary: OwnFolder | None = field(init=False, default=None)
-    """The data folder if no data_dir is given."""
+    """The temporary data folder, if no data_dir is given."""
     _owner: int = field(init=False, default=0)
-    """The process that started the cluster; a fork of it must not end the cluster."""
+    """The id of the process that started the cluster; a fork of it must not end the cluster."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -127,8 +127,8 @@ class LocalCluster:
         return self
 
     def close(self) -> None:
-        """End all processes by SIGTERM, and by SIGKILL after a grace period. Closing again does
-        nothing, and so does a fork."""
+        """End all processes by SIGTERM, and by SIGKILL after a grace period. Idempotent; does
+        nothing in a fork."""
         if self._supervisor is None or self._owner != os.getpid():
             return
         self._supervisor.close()
@@ -159,7 +159,7 @@ class LocalCluster:
 
     @property
     def processes(self) -> dict[str, ProcessView]:
-        """Return the present state of all processes, by name."""
+        """Return the current state of all processes, keyed by name."""
         return {view.name: view for view in self._running().views()}
 
     def client(self) -> "Client":
@@ -175,19 +175,19 @@ class LocalCluster:
     def wait_restarted(
         self, name: str, num_starts: int, timeout_s: float = READY_TIMEOUT_S
     ) -> None:
-        """Wait until a process is ready and has been started more than num_starts times."""
+        """Wait until a process has been started more than num_starts times and is ready again."""
         self._running().wait_restarted(name, num_starts, timeout_s)
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to a process; it is started again if it dies."""
+        """Send a signal to a process; if it dies, it is restarted."""
         self._running().kill(name, signum)
 
     def failpoint_file(self, process: str, failpoint: str) -> Path:
-        """Return the file that arms a failpoint of a process: write how many hits to let pass."""
+        """Return the file that arms a failpoint of a process; it holds the hits to let pass."""
         return self._folder / "failpoints" / process / failpoint
 
     def log_tail(self, process: str) -> str:
-        """Return everything that a process has written to its log."""
+        """Return the whole text that a process has written to its log."""
         return (self._folder / "logs" / f"{process}.log").read_text(errors="replace")
 
     # ---- how the processes are run ----
@@ -203,7 +203,7 @@ class LocalCluster:
         return self._supervisor
 
     def _make_folder(self) -> Path:
-        """Make the data folder with its parts, lock it for this cluster, and return it."""
+        """Create the data folder and its subfolders, lock it for this cluster, and return it."""
         if self.data_dir is None:
             self._temporary = temporary_folder("cluster")
             folder = self._temporary.path
@@ -311,15 +311,15 @@ class LocalCluster:
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """The settings with which a local cluster runs a job, saved for `resume --local`."""
+    """The settings of a local cluster for a run, saved for `resume --local`."""
 
     allow: tuple[str, ...]
     import_path: tuple[str, ...]
     tags: tuple[str, ...] = ()
     allow_code: str = "none"
     threads: int | None = None
-    """The number of threads of each worker, which stays when the number of workers changes: the
-    bits depend on it. None: the run was begun with 0.2.0, which did not record it."""
+    """The number of threads per worker, which stays when the number of workers changes: the bits
+    depend on it. None: the run was begun with 0.2.0, which did not record it."""
 
     def save(self, data_dir: Path, run_id: str) -> None:
         path = _local_run_file(data_dir, run_id)
@@ -337,13 +337,13 @@ class LocalRun:
         return cls(**{**kept, **lists})
 
     def threads_of(self, num_workers: int) -> ThreadChoice:
-        """Return the number of threads of each worker when the run continues: 0.2.0 divided the
-        cores that it was bound to among the workers, without regard to control groups."""
+        """Return the threads per worker for a continued run; for one of 0.2.0, the cores that this
+        process is bound to, divided among the workers, as that version did."""
         number = self.threads or max(1, bound_cores() // num_workers)
         return ThreadChoice(number, "as it began")
 
     def with_code_in(self, overrides: list[str]) -> "LocalRun":
-        """Return the settings for a run whose job names further user code in these overrides."""
+        """Return the settings, allowing the user code that these overrides of the job name, too."""
         named = re.findall(r"[\w.]+:[A-Za-z_][\w.]*", " ".join(overrides))
         return replace(self, allow=tuple(dict.fromkeys((*self.allow, *named))))
 

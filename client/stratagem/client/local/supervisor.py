@@ -1,4 +1,4 @@
-"""Keep a few child processes alive from one thread.
+"""Keep a few child processes running from one supervisor thread: start, watch and restart them.
 
 All are started at once. A process that needs others reads their addresses, one per line, from its
 standard input once they are ready; after a restart it gets them as arguments. A process is ready
@@ -36,11 +36,12 @@ TAIL_BYTES: Final = 4000
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program to run as a child process, with the name of the process."""
+    """The description of a child process: its name, command line, files and dependencies."""
 
     name: str
     argv: Callable[[Mapping[str, str]], Sequence[str]]
-    """A function of the addresses of all processes that have been ready, including this one.
+    """A function that returns the command line, given the addresses of the processes that were
+    ready.
 
     Addresses that the process needs may be missing: it reads them from its standard input.
     """
@@ -49,13 +50,13 @@ class Command:
     environment: Mapping[str, str]
     needs: tuple[str, ...] = ()
     exit_variable: str = ""
-    """The variable that tells the next process how the last one ended, as PID:STATUS or
-    PID:stopped; empty: none."""
+    """The environment variable that tells a restarted process how its predecessor ended, as
+    PID:STATUS or PID:stopped; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """The present state of a process."""
+    """The current state of a supervised process."""
 
     name: str
     pid: int | None
@@ -67,7 +68,7 @@ class ProcessView:
 
 
 def stop(processes: Sequence[Process], grace_s: float) -> None:
-    """Send SIGTERM to all, and SIGKILL to those that live longer than grace_s."""
+    """End all processes by SIGTERM, and by SIGKILL those that live longer than grace_s."""
     for process in processes:
         process.terminate()
         process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
@@ -81,7 +82,7 @@ def stop(processes: Sequence[Process], grace_s: float) -> None:
 
 
 def read_address(path: Path) -> str:
-    """Return the address in a ready file, {"address": "host:port"} or bare; "" without a file."""
+    """Read the address in a ready file, {"address": "host:port"} or bare; "" without a file."""
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
@@ -98,7 +99,7 @@ def size_of(log_file: Path) -> int:
 
 
 def tail(path: Path, begin: int, end: int) -> str:
-    """Return the end of the text that a log file holds between these bytes."""
+    """Return the end of the text between two byte offsets of a log file."""
     text = path.read_bytes()[begin:end][-TAIL_BYTES:].decode(errors="replace").strip()
     return text or "(nothing)"
 
@@ -108,11 +109,11 @@ def tail(path: Path, begin: int, end: int) -> str:
 log = structlog.get_logger(__name__)
 
 BOOT_TICK_S: Final = 0.02
-"""The interval at which the ready file of a starting process is checked."""
+"""The polling interval for the ready file of a starting process."""
 BLIND_TICK_S: Final = 0.2
-"""The interval for a process whose end gives no event: on other systems, or without descriptors."""
+"""The polling interval for a process whose end gives no event, as on other systems."""
 STABLE_S: Final = 10.0
-"""The lifetime from which on a process has not ended "soon"."""
+"""The lifetime after which a process's end does not count as quick."""
 FREE_RESTARTS: Final = 2
 MAX_DELAY_S: Final = 5.0
 KILLED_BY_FAILPOINT: Final = 137
@@ -123,29 +124,28 @@ class _Child:
     command: Command
     process: Process | None = None
     end: int | None = None
-    """A descriptor that is readable once the process has ended."""
+    """A file descriptor that becomes readable when the process ends."""
     is_ready: bool = False
     num_starts: int = 0
     num_quick_ends: int = 0
     log_begin: int = 0
-    """The byte of the log file at which the present process began."""
+    """The offset in the log file at which the current process began."""
     last_log: tuple[int, int] = (0, 0)
-    """The bytes of the log file that belong to the process that ended last; the next one appends.
-    """
+    """The byte range in the log file of the process that ended last; the next one appends."""
     last_exit: int | None = None
     last_words: str = ""
-    """The way in which the last process ended; see Command.exit_variable."""
+    """The way in which the last process ended, as Command.exit_variable passes it on."""
     is_ordered: bool = False
-    """The user of this supervisor has sent the present process a signal."""
+    """The user of this supervisor has sent the current process a signal."""
     problem: str = ""
-    """The reason why the last attempt to start or look after it failed."""
+    """The reason why the last attempt to start or watch the process failed."""
     started_s: float = 0.0
     due_s: float = 0.0
 
 
 @dataclass(slots=True)
 class ProcessSupervisor:
-    """The owner of child processes; one condition guards all state and is notified of changes."""
+    """A thread that keeps child processes running; a condition guards all state."""
 
     commands: Sequence[Command]
     grace_s: float = 5.0
@@ -156,7 +156,7 @@ class ProcessSupervisor:
     _thread: threading.Thread = field(init=False)
     _is_closing: bool = field(init=False, default=False)
     _defect: str = field(init=False, default="")
-    """The error that ended the thread."""
+    """The error that ended the supervisor thread; every later call raises it."""
 
     def __post_init__(self) -> None:
         self._children = {command.name: _Child(command) for command in self.commands}
@@ -169,7 +169,7 @@ class ProcessSupervisor:
         self._thread.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every process is ready. Raises an error that quotes the log if one cannot
+        """Wait until every process is ready. Raises an error that quotes the log if one fails to
         start."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -183,7 +183,7 @@ class ProcessSupervisor:
                 self._changed.wait(left_s)
 
     def wait_restarted(self, name: str, num_starts: int, timeout_s: float) -> None:
-        """Wait until a process is ready and has been started more than num_starts times."""
+        """Wait until a process has been started more than num_starts times and is ready again."""
         with self._changed:
             child = self._child(name)
             is_back = self._changed.wait_for(
@@ -207,7 +207,7 @@ class ProcessSupervisor:
             return tuple(self._view(child) for child in self._children.values())
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        """Send a signal; after SIGKILL the process is gone on return, and will be started again."""
+        """Send a signal to a process; after SIGKILL it is gone on return, and will be restarted."""
         with self._changed:
             self._raise_if_defective()
             child = self._child(name)
@@ -221,8 +221,8 @@ class ProcessSupervisor:
         self._poke()
 
     def close(self) -> None:
-        """Send SIGTERM to all, and SIGKILL to those that live longer than grace_s. Closing again
-        does nothing."""
+        """End all processes by SIGTERM, and by SIGKILL those that live longer than grace_s.
+        Idempotent."""
         with self._changed:
             if self._is_closing:
                 return
@@ -252,8 +252,8 @@ class ProcessSupervisor:
             self._stop_all()
 
     def _try_to_look_after(self, child: _Child) -> None:
-        """Look after a process; a failure, such as a full disk or a missing folder, is retried
-        later and does not affect other processes."""
+        """Check on one process and act; a failure, such as a full disk, is retried later and
+        affects no other process."""
         try:
             self._look_after(child)
             return
@@ -286,7 +286,7 @@ class ProcessSupervisor:
         return all(name in self._addresses for name in child.command.needs)
 
     def _tell_addresses(self, child: _Child) -> None:
-        """Write the addresses that the process waits for to its standard input."""
+        """Write the addresses that a process waits for to its standard input."""
         assert child.process is not None
         pipe = child.process.stdin
         if pipe is None or pipe.closed or not self._has_needs(child):
@@ -296,7 +296,7 @@ class ProcessSupervisor:
             pipe.write(text.encode())
 
     def _spawn(self, child: _Child) -> None:
-        """Start a process. It is recorded at once, so it is kept even if the next step fails."""
+        """Start a process, and record it at once, so that it is not lost if the next step fails."""
         command = child.command
         command.ready_file.unlink(missing_ok=True)
         argv = command.argv(self._addresses)
@@ -336,8 +336,7 @@ class ProcessSupervisor:
         self._changed.notify_all()
 
     def _next_look_s(self) -> float | None:
-        """Return the seconds after which to look again if no event comes; None to wait for an
-        event."""
+        """Return the seconds until the next check if no event comes; None to wait for an event."""
         looks: list[float] = []
         for child in self._children.values():
             if child.process is None:
@@ -360,7 +359,7 @@ class ProcessSupervisor:
             os.read(self._wake[0], 4096)
 
     def _stop_all(self) -> None:
-        """Stop all processes, first those that need others, so that they can still tell them."""
+        """Stop all processes, dependent ones first, so that they can still report to the others."""
         with self._changed:
             children = self._children.values()
             for group in ([c for c in children if c.command.needs], list(children)):
@@ -388,8 +387,8 @@ class ProcessSupervisor:
             )
 
     def _raise_if_hopeless(self, child: _Child) -> None:
-        """Raise an error if a process could not be started, or failed before it was ever ready:
-        trying again would not help."""
+        """Raise an error if a process could not be started, or failed before it was ever ready, as
+        a retry would not help."""
         has_been_ready = child.command.name in self._addresses
         if child.problem and not has_been_ready:
             raise UnavailableError(f"{child.command.name} cannot be started: {child.problem}")
@@ -424,7 +423,7 @@ class ProcessSupervisor:
 
 
 def _restart_delay_s(num_quick_ends: int) -> float:
-    """Return the delay of a restart: none for the first ones, then 0.2 s to MAX_DELAY_S."""
+    """Return the backoff before a restart: none for the first ones, then 0.2 s to MAX_DELAY_S."""
     if num_quick_ends <= FREE_RESTARTS:
         return 0.0
     return min(MAX_DELAY_S, 0.1 * 2.0 ** min(num_quick_ends - FREE_RESTARTS, 16))

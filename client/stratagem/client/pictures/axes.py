@@ -1,4 +1,4 @@
-"""Draw the axes of plots: scales from values to pixels, grids, labels and legends."""
+"""Draw the axes of plots: scales that map values to pixels, grids, labels and legends."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from stratagem.client.pictures.svg import SMALL, element, escaped, label, width_
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear or logarithmic scale from values to pixels; start may be above end."""
+    """A linear or logarithmic scale that maps values to pixels; start may be above end."""
 
     low: float
     high: float
@@ -20,11 +20,11 @@ class Axis:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value; a value outside of the range has that of its end."""
+        """Return the pixel of a value, clipped to the range."""
         return self.start + (self.end - self.start) * min(max(self._share(value), 0.0), 1.0)
 
     def beyond(self, value: float) -> float:
-        """Return the pixel of a value, also of one outside of the range."""
+        """Return the pixel of a value without clipping it to the range."""
         return self.start + (self.end - self.start) * self._share(value)
 
     def _share(self, value: float) -> float:
@@ -35,7 +35,7 @@ class Axis:
         return math.log10(max(value, self.low, 1e-300)) if self.log else value
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Return about so many round values within the range, at least two if possible."""
+        """Return about `count` round tick values within the range, at least two if possible."""
         if self.log:
             return _powers(self.low, self.high, count)
         for more in range(count, 4 * count):
@@ -46,12 +46,12 @@ class Axis:
 
 
 MIN_VALUES = 16
-"""The number of values from which a few can be recognized as outliers."""
+"""The least number of values for which outliers are detected."""
 
 
 def usual_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of most values of a series, with as much room again on both sides. If only
-    few values lie outside, and not far, it is the range of all."""
+    """Return the range of a series without outliers, with as much room again on both sides;
+    infinite if few values lie outside, and not far."""
     finite = sorted(filter(math.isfinite, values))
     if len(finite) < MIN_VALUES:
         return -math.inf, math.inf
@@ -64,7 +64,7 @@ def usual_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def axis_of(values: Iterable[float], start: float, end: float, *, log: bool = False) -> Axis:
-    """Return the scale on which all finite values lie, with room above and below."""
+    """Return a scale that shows all finite values, with room above and below."""
     finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
     if not finite:
         return Axis(1.0 if log else 0.0, 10.0 if log else 1.0, start, end, log)
@@ -78,7 +78,7 @@ def axis_of(values: Iterable[float], start: float, end: float, *, log: bool = Fa
 
 
 def steps(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` values of a round distance, within the range."""
+    """Return about `count` evenly spaced round values within the range."""
     if not high > low:
         return [low]
     raw = (high - low) / max(count, 1)
@@ -90,7 +90,7 @@ def steps(low: float, high: float, count: int) -> list[float]:
 
 
 def whole_steps(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` whole numbers within the range."""
+    """Return about `count` evenly spaced whole numbers within the range."""
     found = [value for value in steps(low, high, count) if abs(value - round(value)) < 1e-9]
     return found or [float(value) for value in range(math.ceil(low), math.floor(high) + 1)]
 
@@ -107,7 +107,7 @@ def _powers(low: float, high: float, count: int) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Return a number for an axis or a table: "0.05", "12,000", "3e-05"."""
+    """Format a number for an axis or a table: "0.05", "12,000", "3e-05"."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:
@@ -122,7 +122,7 @@ def short(value: float) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return an amount of memory as text, such as "768 B", "59.4 KiB" or "23.5 GiB"."""
+    """Format a number of bytes, such as "768 B", "59.4 KiB" or "23.5 GiB"."""
     if abs(num_bytes) < 1024:
         return f"{num_bytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -133,7 +133,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as text, such as "0.25 s", "12 s", "3:05" or "2:10:00"."""
+    """Format a duration, such as "0.25 s", "12 s", "3:05" or "2:10:00"."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 60:
@@ -144,7 +144,7 @@ def duration(seconds: float) -> str:
 
 
 def time_steps(high: float, count: int) -> list[float]:
-    """Return about so many round times from 0 on, in seconds."""
+    """Return about `count` round times in seconds, from 0 to `high`."""
     if high <= 0:
         return [0.0]
     raw = high / max(count, 1)
@@ -158,12 +158,12 @@ def time_steps(high: float, count: int) -> list[float]:
 # ---- Frame ----
 
 EDGE = 14
-"""The pixels to the right of a box that its last value may reach into."""
+"""The pixels to the right of a plot into which its last axis label may reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle in pixels."""
+    """A rectangle in pixels: the area of a plot."""
 
     left: float
     top: float
@@ -174,7 +174,7 @@ class Box:
 def y_grid(
     axis: Axis, box: Box, *, count: int = 5, form: Callable[[float], str] = short
 ) -> Iterable[str]:
-    """Yield the lines across the box at round values, and these values left of it."""
+    """Yield horizontal grid lines at round values, and their labels left of the box."""
     for value in axis.ticks(count):
         y = axis(value)
         yield element("line", x1=box.left, x2=box.right, y1=y, y2=y, stroke="grid")
@@ -188,7 +188,7 @@ def x_values(
     name: str = "",
     form: Callable[[float], str] = short,
 ) -> Iterable[str]:
-    """Yield the values below the box, and below them the name of the axis: `below(name)` pixels."""
+    """Yield the horizontal axis's labels and name; below the box they take `below(name)` pixels."""
     yield element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, stroke="muted")
     for value in values:
         x, text = axis(value), form(value)
@@ -203,13 +203,12 @@ def x_values(
 
 
 def below(name: str) -> int:
-    """Return the number of pixels that the values of an axis, and its name, take below
-    their box."""
+    """Return the height in pixels of the horizontal axis's labels and name."""
     return 38 if name else 24
 
 
 def legend(entries: Sequence[tuple[str, str]], left: float, width: float) -> tuple[str, int]:
-    """Return a legend and its height. entries: the sign, as SVG around (0, 0), and its name."""
+    """Draw a legend; return its SVG and height. entries: (sign as SVG around (0, 0), name)."""
     x, y, parts = left, 14.0, list[str]()
     for sign, name in entries:
         room = 16 + width_of(name) + 14
@@ -224,22 +223,22 @@ def legend(entries: Sequence[tuple[str, str]], left: float, width: float) -> tup
 
 
 def line_sign(colour: str) -> str:
-    """Return the sign of a line in a legend."""
+    """Return the legend sign of a line."""
     return element("line", x1=-5, x2=6, y1=0, y2=0, stroke=colour, stroke_width=2.5)
 
 
 def dot_sign(colour: str, radius: float = 3.5) -> str:
-    """Return the sign of dots in a legend."""
+    """Return the legend sign of dots."""
     return element("circle", r=radius, cx=0, cy=0, fill=colour)
 
 
 def box_sign(colour: str, **attributes: str | float | None) -> str:
-    """Return the sign of an area in a legend."""
+    """Return the legend sign of an area."""
     return element("rect", x=-5, y=-5, width=10, height=10, rx=2, fill=colour, **attributes)
 
 
 def triangle(x: float, y: float, fill: str, text: str = "", *, up: bool) -> str:
-    """Return a triangle whose tip is at a point."""
+    """Return a triangle with its tip at the point (x, y). up: pointing up, otherwise down."""
     back = y + 8 if up else y - 8
     points = f"{x - 4.5:.1f},{back:.1f} {x + 4.5:.1f},{back:.1f} {x:.1f},{y:.1f}"
     inside = [f"<title>{escaped(text)}</title>"] if text else []

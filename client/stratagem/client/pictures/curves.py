@@ -1,4 +1,4 @@
-"""Draw curves over steps: a line of last values in a band from least to greatest, and marks of
+"""Draw curves over steps: a line of last values in a band from minimum to maximum, and marks of
 events."""
 
 import math
@@ -42,24 +42,24 @@ from stratagem.client.pictures.svg import (
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series. A row stands for the steps after the row before it, up to its own step."""
+    """One series to draw. A row stands for the steps after the previous row, up to its own step."""
 
     name: str
     step: Sequence[float]
     last: Sequence[float]
     low: Sequence[float] = ()
-    """The least value of each row; as long as `step`, or empty for rows of one value."""
+    """The minimum of each row; as long as `step`, or empty if each row is one value."""
     high: Sequence[float] = ()
     provisional_from: float = math.inf
-    """The step behind which rows may still change, and are paler."""
+    """The step after which rows may still change and are drawn paler."""
     dots: bool = False
-    """Each value is a dot on a thin line, because there are few."""
+    """Draw each value as a dot on a thin line, because there are few."""
     colour: int | None = None
-    """The number of the series' colour, by default that of the line in its frame."""
+    """The index of the series colour; by default the line's index in its frame."""
 
 
 def cut(line: Line, first: float, last: float) -> Line:
-    """Return the rows of a series from one step to another."""
+    """Return the rows of a line between two steps."""
     at = slice(bisect_left(line.step, first), bisect_right(line.step, last))
     low, high = line.low[at], line.high[at]
     return replace(line, step=line.step[at], last=line.last[at], low=low, high=high)
@@ -67,7 +67,7 @@ def cut(line: Line, first: float, last: float) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The drawn values of one row of steps, or of several rows in one column of pixels."""
+    """The values to draw for one row, or for several rows merged into one pixel column."""
 
     step: float
     last: float
@@ -76,14 +76,14 @@ class Row:
 
 
 def rows_of(line: Line) -> list[Row]:
-    """Return the rows of a series."""
+    """Convert a line to rows, to be merged and drawn."""
     steps, last = list(map(float, line.step)), list(map(float, line.last))
     low, high = (list(map(float, each)) or last for each in (line.low, line.high))
     return [Row(*values) for values in zip(steps, last, low, high, strict=True)]
 
 
 def merge_rows(rows: Sequence[Row], x: Axis, pixels: int = 1) -> list[Row]:
-    """Merge the rows within each column of so many pixels, in order."""
+    """Merge the rows that fall into the same column of `pixels` pixels."""
     found: list[Row] = []
     column, was_finite = -1, False
     for row in rows:
@@ -109,12 +109,12 @@ def _least(a: float, b: float) -> float:
 
 MAX_TABLE_ROWS = 40
 DOT_PIXELS = 9
-"""The width of a dot with the space around it; of dots that are closer the last is drawn."""
+"""The width of a dot with its margin; of dots that are closer, only the last is drawn."""
 OUTLIER_PIXELS = 12
 
 
 class MarkKind(StrEnum):
-    """The kind of an event at a step."""
+    """The kind of event that a mark on the curves stands for."""
 
     DEATH = "death"
     JOIN = "join"
@@ -122,7 +122,7 @@ class MarkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CurveMark:
-    """An event at a step."""
+    """A mark on the curves for an event at a step."""
 
     step: float
     kind: MarkKind
@@ -140,12 +140,12 @@ def curve(  # noqa: PLR0913  (the options of a curve)
     log: bool = False,
     span: tuple[float, float] | None = None,
 ) -> Picture:
-    """Return curves in one frame.
+    """Draw lines in one frame. unit: of the horizontal axis. span: the first and the last step of
+    the frame, by default those of the lines.
 
-    unit: of the horizontal axis. span: the first and the last step of the frame, by default those
-    of the lines. Rows in one column of pixels are merged into one, which keeps their least and
-    greatest value. The line breaks where a value is not finite. A few values far from the others do
-    not determine the scale: they are marked at the edge.
+    Rows in one column of pixels are merged into one, which keeps their least and greatest value.
+    The line breaks where a value is not finite. A few values far from the others do not determine
+    the scale: they are marked at the edge.
     """
     entries = [
         (dot_sign(colour) if line.dots else line_sign(colour), line.name)
@@ -181,8 +181,7 @@ def curve(  # noqa: PLR0913  (the options of a curve)
 
 
 def _shown_values(rows: Sequence[Sequence[Row]], *, log: bool) -> Iterator[float]:
-    """Yield the values that the frame must hold; a few values far from the others in a line are
-    left out."""
+    """Yield the values that determine the vertical scale, with outliers of a line clipped."""
     for of_line in rows:
         ends = (-math.inf, math.inf) if log else usual_range([row.last for row in of_line])
         for row in of_line:
@@ -209,7 +208,7 @@ def _span(rows: Sequence[Row], marks: Sequence[CurveMark]) -> tuple[float, float
 
 
 def _drawn(line: Line, rows: Sequence[Row], colour: str, x: Axis, y: Axis) -> Iterator[str]:
-    """Yield the band, the line, and the dots of one series."""
+    """Yield the SVG of one series: band, line and dots."""
     for stretch in _stretches(rows, y, line.provisional_from):
         pale = stretch[-1].step > line.provisional_from
         opacity = 0.45 if pale else None
@@ -243,8 +242,8 @@ def _drawn(line: Line, rows: Sequence[Row], colour: str, x: Axis, y: Axis) -> It
 
 
 def _stretches(rows: Sequence[Row], y: Axis, provisional_from: float) -> Iterator[list[Row]]:
-    """Yield the parts of a line between values that cannot be shown, and those that may still
-    change."""
+    """Yield the unbroken parts of a line: it breaks at values that cannot be shown, and where
+    provisional rows begin."""
     stretch: list[Row] = []
     for row in rows:
         if math.isfinite(row.last) and (row.last > 0 or not y.log):
@@ -271,7 +270,7 @@ def _not_finite(rows: Sequence[Row], x: Axis, box: Box) -> Iterator[str]:
 
 
 def _outliers(line: Line, rows: Sequence[Row], colour: str, x: Axis, y: Axis) -> Iterator[str]:
-    """Yield a sign at the edge for values that lie beyond it; several close ones share a sign."""
+    """Yield signs at the edge for values beyond the scale; close ones share a sign."""
     last_at = {True: -math.inf, False: -math.inf}
     for row in rows:
         for value, above in ((row.high, True), (row.low, False)):
@@ -307,7 +306,7 @@ def _words(
     y: Axis,
     unit: str,
 ) -> Iterator[str]:
-    """Yield the description of the picture."""
+    """Yield the sentences of the picture's text description."""
     for line, of_line in zip(lines, rows, strict=True):
         finite = [row for row in of_line if math.isfinite(row.last)]
         if finite:
@@ -328,7 +327,8 @@ def _words(
 
 
 def _table(lines: Sequence[Line], rows: Sequence[Sequence[Row]], unit: str) -> NumberTable:
-    """Return the rows of all lines, merged until they are few; least and greatest values stay."""
+    """Return the table of numbers of all lines, with rows merged until there are few; minimum and
+    maximum are kept."""
     columns = MAX_TABLE_ROWS - 1
     few = [merge_rows(of_line, Axis(*_span(of_line, ()), 0, columns)) for of_line in rows]
     has_band = any(row.high > row.low for of_line in few for row in of_line)

@@ -47,25 +47,25 @@ STATES = {
     "excused": ("muted", "–", "1 3"),
     "": ("grid", "", None),
 }
-"""The colour, the sign and the edge's dashes by state; "": not yet in a round."""
+"""For each client state, the colour, sign and dash pattern in the grid; "": not yet in a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCell:
-    """One client in the grid."""
+    """One client's cell in the grid."""
 
     name: str
     state: str
     loss: float
     num_samples: int
     text: str = ""
-    """A text with further information, such as the worker or the reason of a rejection."""
+    """Further text in the tooltip, such as the worker or the reason of a rejection."""
     benched_until: str = ""
-    """The round from which it may take part again, if it is benched."""
+    """The first round in which a benched client may take part again; None if it is not benched."""
 
 
 def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) -> Picture:
-    """Return a square for each client, in their order, row by row."""
+    """Draw the clients as a grid of squares, in order, row by row."""
     signs = [
         (_edge(-5, -5, 10, state), state)
         for state in STATES
@@ -94,7 +94,7 @@ def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) ->
 
 
 def _table(cells: Sequence[ClientCell]) -> NumberTable:
-    """Return the numbers of the grid, with a column for the bench if a client is benched."""
+    """Return the grid's numbers as a table, with a column for benches if a client is benched."""
     has_bench = any(cell.benched_until for cell in cells)
     heads = (
         "client",
@@ -118,7 +118,7 @@ def _table(cells: Sequence[ClientCell]) -> NumberTable:
 
 
 def _size(count: int, width: int) -> float:
-    """Return the side of a cell, which depends on the number of clients."""
+    """Return the side length of a cell, which depends on the number of clients."""
     return next((s for s in (64.0, 48.0, 34.0, 24.0) if count * s * s <= width * 300), 14.0)
 
 
@@ -168,28 +168,28 @@ def _edge(x: float, y: float, side: float, state: str, *, is_small: bool = False
 # Three plots show the loss, the clients by state, and the time against the deadline.
 
 COLOURS = {"done": "good", "late": "warn", "rejected": "bad", "selected": "grid"}
-"""The colours of the parts of a bar, from the bottom up."""
+"""The colour of each state in a stacked bar, from the bottom up."""
 MIN_PIXELS = 2.0
-"""The width of a column; where rounds have less room, several are drawn as one."""
+"""The least width of a column; if rounds have less room, several share one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundBar:
-    """One round in the plots."""
+    """The numbers of one round to plot."""
 
     number: int
     loss: float
     counts: dict[str, int]
-    """The number of clients by state."""
+    """The number of clients in each state."""
     num_needed: int | None = None
     seconds: float | None = None
-    """The length of the round; None: it is open."""
+    """The duration of the round; None while it is open."""
     deadline: float | None = None
-    """The deadline in seconds after its beginning."""
+    """The deadline, in seconds after the round's beginning; None if there is none."""
 
 
 def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture:
-    """Return three plots above each other with one axis of rounds.
+    """Draw loss, clients and duration of all rounds as three plots with one horizontal axis.
 
     If there is not enough room, several rounds share a column, which has the last loss and the
     range of losses, the mean number of clients, and the longest time.
@@ -254,24 +254,24 @@ def _named(box: Box, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The rounds that are drawn in one column."""
+    """One or several consecutive rounds that are drawn in one column."""
 
     number: float
     name: str
     loss: float
-    """The loss of the last round."""
+    """The loss of the column's last round."""
     low: float
     high: float
     counts: dict[str, float]
-    """The mean number of clients by state."""
+    """The mean number of clients in each state."""
     num_needed: int | None
-    """The greatest number, as for the following fields."""
+    """The maximum over the rounds; this holds for the following fields, too."""
     seconds: float | None
     deadline: float | None
 
 
 def _columns(bars: Sequence[RoundBar], size: int) -> list[_Column]:
-    """Return the rounds in groups of so many for each column."""
+    """Group the rounds into columns of `size` rounds each."""
     return [_column(bars[at : at + size]) for at in range(0, len(bars), max(size, 1))]
 
 
@@ -379,8 +379,7 @@ def histogram(
     width: int = 360,
     height: int = 194,
 ) -> Picture:
-    """Return a bar for each range of values; name: of the values. Values that are not finite are
-    left out."""
+    """Draw a histogram of the finite values. name: of the values, for the axis."""
     known = np.asarray(values, np.float64)  # there may be millions
     finite = np.sort(known[np.isfinite(known)])
     edges = _edges(finite)
@@ -422,7 +421,7 @@ def histogram(
 
 
 def _edges(finite: Floats) -> list[float]:
-    """Return the ends of ranges of one round width that include all values."""
+    """Return the edges of histogram bins of equal, round width that cover all values."""
     if not len(finite):
         return [0.0, 1.0]
     low, high = float(finite[0]), float(finite[-1])

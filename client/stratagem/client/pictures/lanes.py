@@ -37,39 +37,39 @@ from stratagem.client.pictures.svg import (
 
 LANE_HEIGHT = 24
 MAX_LANES_HEIGHT = 720
-"""The height of all lanes in pixels; more than 30 lanes become lower."""
+"""The largest height of all lanes in pixels; with more than 30, lanes become lower."""
 MIN_LANE_HEIGHT = 2.0
 MAX_ROWS = 1000
-"""The most rows of a picture; where there are more lanes, several share a row."""
+"""The largest number of rows in a picture; if there are more lanes, several share a row."""
 MIN_NAME_HEIGHT = 13.0
 MAX_NAME = 150.0
 MAX_BARS = 400
-"""The number of elements that a browser reads and draws without delay."""
+"""The number of bars up to which each is an SVG element of its own, for fast browsers."""
 THIN_PIXELS = 2
-"""The least width of a bar. If there are more than MAX_BARS, bars of up to twice this width share
-one element in each lane and colour, and those in one column of so many pixels are merged."""
+"""The width of a thin bar. If there are more than MAX_BARS, bars of up to twice this width share
+one element in each lane and colour, and those in one column of this width are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stretch of time in a lane; without length it is a mark."""
+    """A time interval in a lane; a mark if it has no length."""
 
     lane: int
     start: float
     end: float
     colour: str
     text: str
-    """The text of the tooltip."""
+    """The tooltip."""
     inside: str = ""
-    """The text inside the bar, if there is room."""
+    """The text drawn inside the bar, if there is room."""
     ending: str = ""
-    """The sign at its end, such as ✕."""
+    """The sign drawn at the bar's end, such as ✕."""
     count: int = 1
 
 
 def merge_bars(bars: Sequence[Bar], x: Axis) -> list[Bar]:
-    """Return the bars, with those of a lane and a colour merged that are too narrow to be told
-    apart. No more are left than a lane has columns of pixels."""
+    """Merge bars of one lane and colour that are too narrow and close to be told apart, to at most
+    one per pixel column."""
     pixel = (x.high - x.low) / (x.end - x.start)
     open_: dict[tuple[int, str], Bar] = {}
     done: list[Bar] = []
@@ -89,8 +89,7 @@ def merge_bars(bars: Sequence[Bar], x: Axis) -> list[Bar]:
 
 
 def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
-    """Return whether two bars are too close and too narrow to be told apart, or lie on each
-    other."""
+    """Return whether two bars overlap, or are too close and narrow to be told apart."""
     if before.ending or bar.start - before.end >= pixel:
         return False
     is_covered = bar.end - before.end < pixel or bar.start - before.start < pixel
@@ -98,8 +97,8 @@ def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
 
 
 def _split_thin(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]]]:
-    """Return the bars that are drawn alone, and thin ones by lane and colour if there are very
-    many."""
+    """Split bars into those drawn alone and, if there are very many, groups of thin ones of the
+    same lane and colour."""
     wide: list[Bar] = []
     thin: dict[tuple[int, str], list[Bar]] = {}
     for bar in bars:
@@ -112,7 +111,7 @@ def _split_thin(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]
 
 
 def _thin(bars: Sequence[Bar], x: Axis, y: float, high: float) -> str:
-    """Return many thin bars of one lane and colour as one element."""
+    """Draw many thin bars of one lane and colour as a single SVG element."""
     gap = high * 5 / LANE_HEIGHT
     columns: dict[int, int] = {}
     for bar in bars:
@@ -137,8 +136,8 @@ def lanes(
     form: Callable[[float], str] = duration,
     unit: str = "",
 ) -> tuple[str, int]:
-    """Return the content and the height of a picture with one lane per name. end: of the time axis,
-    which begins at 0."""
+    """Draw one lane per name; return the SVG content and the height. end: of the time axis, which
+    begins at 0."""
     names, bars = _in_rows(names, bars)
     room = min(max((width_of(name) for name in names), default=0) + 16, MAX_NAME, width * 0.3)
     shown, top = legend(signs, 8, width)
@@ -158,7 +157,7 @@ def lanes(
 
 
 def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], Sequence[Bar]]:
-    """Return at most as many lanes as a picture has rows, each with the first name in it."""
+    """Merge lanes until there are at most MAX_ROWS; a merged lane has the first name in it."""
     num_lanes = len(names)
     if num_lanes <= MAX_ROWS:
         return names, bars
@@ -170,8 +169,8 @@ def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], 
 
 
 def _names(names: Sequence[str], box: Box, high: float) -> Iterator[str]:
-    """Yield a line for each lane, and the names that have room. Lanes without a name belong to the
-    one above."""
+    """Yield a line for each lane, and the names that have room. A lane with an empty name continues
+    the one above."""
     free = -math.inf
     for at, name in enumerate(names):
         middle = box.top + high * (at + 0.5)
@@ -205,29 +204,29 @@ def _bar(bar: Bar, x: Axis, y: float, high: float) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity from one time to another, in seconds from the beginning; or an instant; or
-    several that follow or overlap each other."""
+    """An activity on the time line, in seconds from the run's beginning; or an instant; or several
+    merged activities."""
 
     lane: str
     start: float
     end: float
     kind: str
     text: str = ""
-    """The text of the activity, or of the first one of several."""
+    """The text of the activity; of merged ones, of the first."""
     count: int = 1
     lasted: float | None = None
-    """The total duration, if these are several activities."""
+    """The total duration, if several activities are merged."""
 
     @property
     def seconds(self) -> float:
-        """Return the duration, of several activities the total."""
+        """Return the duration of the activity, or the total of merged ones."""
         return self.end - self.start if self.lasted is None else self.lasted
 
 
 def time_line(
     spans: Sequence[Span], *, title: str, width: int = 720, end: float | None = None
 ) -> Picture:
-    """Return the spans in the lanes that they name, in order of first mention, coloured by kind."""
+    """Draw spans in the lanes that they name, in order of first mention, coloured by kind."""
     names = list(dict.fromkeys(span.lane for span in spans))
     kinds = list(dict.fromkeys(span.kind for span in spans))
     places, colours = (
@@ -267,25 +266,25 @@ def time_line(
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A stretch of time, in seconds from the beginning, in which a worker was a member."""
+    """A time interval in which a worker was a member, in seconds from the run's beginning."""
 
     worker: str
     party: str
-    """The party of the member, or its task; "" is the whole run."""
+    """The path of the party, or of the task within it; "" is the whole run."""
     start: float
     end: float | None
-    """The end; None: the worker is still a member."""
+    """The end of the interval; None while the worker is a member."""
     ending: str = ""
     is_lost: bool = False
     task: str = ""
-    """The task for the party, such as "client 3"."""
+    """The worker's task for the party, such as "client 3"."""
 
 
 AWAY: Final = "coordinator away"
 
 
 def away_text(seconds: float) -> str:
-    """Return a text about how long the coordinator was away."""
+    """Format the duration of a coordinator outage."""
     return f"{AWAY}, {duration(seconds)} at most"
 
 
@@ -297,9 +296,9 @@ def members(
     aways: Sequence[tuple[float, float]] = (),
     width: int = 720,
 ) -> Picture:
-    """Return a lane for each worker, with further ones below it for simultaneous work; parties have
-    colours of their own. now: the end of stays that have not ended. aways: when the coordinator was
-    away, in a lane of its own above."""
+    """Draw a lane for each worker, with further ones below it for simultaneous work, coloured by
+    party. now: the end of stays that have not ended. aways: (start, end) of coordinator outages, in
+    a lane of their own above."""
     in_order = sorted(stays, key=lambda each: (natural(each.worker), each.start, each.party))
     names, places = _placed(in_order, now)
     parties = sorted({stay.party for stay in stays}, key=natural)
@@ -351,11 +350,11 @@ def _away(span: tuple[float, float]) -> str:
 
 
 def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
-    """Return the names of lanes and the lane of each stay: the first free one of its worker. stays:
-    by worker, then in order of time."""
+    """Assign each stay to the first free lane of its worker; return the names of the lanes, and the
+    lane of each stay. stays: sorted by worker, then by time."""
     names: list[str] = []
     free: list[float] = []
-    """The time from which each lane of the worker is free."""
+    """The time from which on each lane of the worker is free."""
     places: list[int] = []
     worker = None
     for stay in stays:
@@ -382,7 +381,7 @@ def _stay_text(stay: Stay) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DecisionMark:
-    """A decision, in seconds from the beginning."""
+    """A decision of a strategy, in seconds from the run's beginning."""
 
     after: float
     kind: str
@@ -392,7 +391,7 @@ class DecisionMark:
 def decisions(
     marks: Sequence[DecisionMark], *, title: str, end: float, width: int = 720
 ) -> Picture:
-    """Return a mark for each decision. end: of the time axis."""
+    """Draw a mark for each decision, in a lane per kind. end: of the time axis."""
     kinds = list(dict.fromkeys(mark.kind for mark in marks))
     bars = [
         Bar(

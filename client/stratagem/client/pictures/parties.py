@@ -27,32 +27,32 @@ from stratagem.client.pictures.svg import (
 ROW = 26
 INDENT = 16
 MAX_POINTS = 150
-"""The most points of a small curve."""
+"""The largest number of points of a small curve."""
 MAX_DRAWN = 60
-"""The most parties that have a row; the table has more."""
+"""The largest number of parties that are drawn; the table lists more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartyRow:
-    """A party, with its place below its parent."""
+    """One party in the tree, with its progress and losses."""
 
     path: str
     strategy: str
-    """The strategy of the party."""
+    """The short name of the party's strategy."""
     done: str
     """The progress of the party, such as "3 segments"."""
     losses: Sequence[float]
-    """The losses in order of time; a small curve shows at most one for each of its columns."""
+    """The losses, sorted by time; a small curve shows at most one per pixel column."""
     failure: str = ""
 
     @property
     def depth(self) -> int:
-        """Return the number of parties around it, without the run."""
+        """Return the depth of the party in the tree, 0 for a child of the run."""
         return self.path.count("/")
 
 
 def party_tree(rows: Sequence[PartyRow], *, title: str, width: int = 720) -> Picture:
-    """Return a row for each party. rows: each below its parent, and siblings in order."""
+    """Draw the tree of parties, a row each. rows: each below its parent, siblings in order."""
     shown = rows[:MAX_DRAWN]
     names = [row.path.rpartition("/")[2] for row in shown]
     named = max(
@@ -85,7 +85,7 @@ def party_tree(rows: Sequence[PartyRow], *, title: str, width: int = 720) -> Pic
 
 
 def _branch(rows: Sequence[PartyRow], at: int, y: float) -> Iterator[str]:
-    """Yield the lines from a party to its parent."""
+    """Yield the connecting lines from a party to its parent."""
     depth = rows[at].depth
     x = 14 + INDENT * depth
     above = next((y - ROW * (at - n) for n in range(at - 1, -1, -1) if rows[n].depth <= depth), 6.0)
@@ -94,7 +94,7 @@ def _branch(rows: Sequence[PartyRow], at: int, y: float) -> Iterator[str]:
 
 
 def _small_curve(row: PartyRow, x: Axis, axis: Axis, y: float, width: int) -> Iterator[str]:
-    """Yield the losses of a party on a scale for all parties, and the last one as text."""
+    """Yield the loss curve of a party, on the scale of all, and the last loss as text."""
     if not row.losses:
         return
     last = len(row.losses) - 1
@@ -140,38 +140,37 @@ _TEXTS = {
     "exchange": "sums over micro-batches, stages and replicas",
     "optimizer": "step of the optimizer",
 }
-"""The texts of work that is done once for all micro-batches."""
+"""The texts for kinds of work that is done once for all micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A stage at work on one micro-batch."""
+    """One piece of work of a pipeline stage, in a lane."""
 
     lane: int
-    """The number of the lane: a stage, or the stages that one worker takes turns at."""
+    """The index of the lane: that of a stage, or of a worker with several stages."""
     start: float
     end: float
     kind: str
-    """One of forward, backward, input or weight (the two halves of a backward pass), wait (for what
-    the next piece of work needs); or exchange or optimizer, once for all micro-batches."""
+    """One of forward, backward, input or weight (the two halves of a backward pass), wait (for the
+    input of the next work); or exchange or optimizer, once for all micro-batches."""
     micro_batch: int
 
     @property
     def computes(self) -> bool:
-        """Return whether it is work on a micro-batch, and so not part of the bubble."""
+        """Return whether the task works on a micro-batch, and so is no part of the bubble."""
         return self.kind != "wait" and self.kind not in _TEXTS
 
     @property
     def text(self) -> str:
-        """Return a text about the work."""
+        """Return the tooltip for the task."""
         if self.kind == "wait":
             return f"waits for what micro-batch {self.micro_batch} needs"
         return _TEXTS.get(self.kind, f"{self.kind} of micro-batch {self.micro_batch}")
 
 
 def bubble(tasks: Sequence[Task], num_lanes: int) -> float:
-    """Return the share of all lanes' time, from the first to the last work on a micro-batch, in
-    which nothing is computed."""
+    """Return the idle share of all lanes' time from the first to the last work on a micro-batch."""
     tasks = [task for task in tasks if task.computes]
     if not tasks:
         return 0.0
@@ -189,8 +188,8 @@ def stages(
     idle: float | None = None,
     width: int = 720,
 ) -> Picture:
-    """Return a lane for each name. unit: of times, by default seconds. idle: the bubble, if it is
-    not that of these tasks."""
+    """Draw the work of pipeline stages, a lane for each name. unit: of times, by default seconds.
+    idle: the bubble, if it is not that of these tasks."""
     idle = bubble(tasks, len(names)) if idle is None else idle
     bars = [
         Bar(
@@ -222,11 +221,11 @@ def stages(
 # Nodes stand on a circle, with a line for each exchange and its weight.
 
 Edge = tuple[int, int, float]
-"""Two nodes, and the weight between them."""
+"""An edge of the topology: two node indices, and the mixing weight between them."""
 
 MAX_NAMED = 40
 MAX_WEIGHED = 12
-"""The most edges whose weights are written beside them."""
+"""The largest number of edges up to which weights are written beside them."""
 
 
 def topology(
@@ -238,8 +237,8 @@ def topology(
     width: int = 360,
     height: int = 300,
 ) -> Picture:
-    """Return the nodes by name on a circle, with a line for each edge, wider for a greater weight.
-    workers: of each node, if known."""
+    """Draw named nodes on a circle and the edges between them, wider for a greater weight. workers:
+    of each node, if known."""
     at_worker = [f"{n} on {w}" for n, w in zip(names, workers, strict=False)] or names
     room = 14 if len(names) > MAX_NAMED else 58
     radius = max(min(width / 2 - room - 34, height / 2 - 34), 20.0)
@@ -278,15 +277,15 @@ def _place(at: int, count: int, x: float, y: float, radius: float) -> tuple[floa
 
 
 def _weight(weight: float, start: tuple[float, float], end: tuple[float, float]) -> str:
-    """Return the weight of an edge beside its middle, where edges through the centre do not
-    meet."""
+    """Return the label with an edge's weight, beside its middle, where edges through the centre do
+    not meet."""
     x, y = (a + 0.4 * (b - a) for a, b in zip(start, end, strict=True))
     style: dict[str, Any] = {"fill": "muted", "anchor": "middle", "size": SMALL}
     return label(x, y + 4, short(weight), **style, has_halo=True)
 
 
 def _name(lines: Sequence[str], x: float, y: float, width: int, height: int) -> str:
-    """Return the name of a node, and below it in paler letters its worker."""
+    """Return the label of a node: its name, and below it in paler letters its worker."""
     away_x, away_y = x - width / 2, y - height / 2
     distance = math.hypot(away_x, away_y) or 1.0
     at_x, at_y = x + away_x / distance * 13, y + away_y / distance * 15 + 4

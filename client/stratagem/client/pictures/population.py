@@ -39,17 +39,17 @@ from stratagem.client.pictures.svg import (
 
 @dataclass(frozen=True, slots=True)
 class LineageNode:
-    """A member in a generation."""
+    """One member in one generation, to draw in the lineage."""
 
     member: int
     generation: int
     parent: int
-    """The member whose state it began from."""
+    """The member whose state this one began from."""
     score: float | None
     params: str = ""
-    """The hyperparameters as text."""
+    """The hyperparameters, formatted as text."""
     wins: bool = False
-    """The member is the winner, or in the winner's past."""
+    """The node is the winner, or in the winner's lineage."""
 
 
 def lineage(
@@ -60,7 +60,7 @@ def lineage(
     less_is_better: bool = False,
     width: int = 720,
 ) -> Picture:
-    """Return the members of all generations. best: the winner, as text."""
+    """Draw the members of all generations, linked to their parents. best: the winner, as text."""
     count = max((node.member for node in nodes), default=0) + 1
     last = max((node.generation for node in nodes), default=1)
     step = 26 if count <= 24 else max(480 / count, 4.0)
@@ -152,18 +152,18 @@ def _table(nodes: Sequence[LineageNode]) -> NumberTable:
 # The hyperparameters and the score of each member are a line across parallel axes.
 
 BOLD: Final = 14
-"""The size of ordinary text that is as wide as bold text of size 12."""
+"""The font size at which ordinary text is as wide as bold text of size 12."""
 MAX_LINES: Final = 3
-"""The most lines of names above the axes, if the names do not fit beside each other."""
+"""The largest number of lines for the names above the axes, if they do not fit side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The values of one member."""
+    """One member's values to draw on parallel axes."""
 
     name: str
     values: Mapping[str, Any]
-    """The values by name of the axis; a member may lack some."""
+    """The values, keyed by axis name; a member may lack some."""
     wins: bool = False
 
 
@@ -182,7 +182,7 @@ def parallel_axes(
     log: Collection[str] = (),
     width: int = 720,
 ) -> Picture:
-    """Return one axis for each name, and one line for each trial; the winner's is bold.
+    """Draw parallel coordinates: an axis per name, and a line per trial; the winner's is bold.
 
     log: names of axes that are logarithmic if all values are positive; axes of positive numbers
     over more than a factor of 50 are too. Values that are not numbers are above each other.
@@ -234,7 +234,7 @@ def parallel_axes(
 def _headings(
     names: Sequence[str], xs: Sequence[float], apart: float, top: float, width: int
 ) -> tuple[list[str], int]:
-    """Return the names above their axes in as few lines as possible, and the number of lines."""
+    """Return the names above their axes, in as few lines as possible, and the number of lines."""
     last = len(names) - 1
 
     def space(at: int, lines: int) -> float:
@@ -287,13 +287,13 @@ def _text(value: Any) -> str:
 # Scores are shown by generation: every member faintly, the best one boldly.
 
 Scores = Sequence[Sequence[float | None]]
-"""The scores by generation, then by member; None: no score."""
+"""The scores of each generation, then of each member; None: no score."""
 
 
 def scores(
     values: Scores, *, title: str, metric: str, less_is_better: bool = False, width: int = 720
 ) -> Picture:
-    """Return the scores of all members, and the best of each generation; metric: of the scores."""
+    """Draw the scores of all members, and the best of each generation; metric: of the scores."""
     signs = [(line_sign("s2"), f"best {metric}"), (line_sign("muted"), "each member")]
     shown, top = legend(signs, 52, width)
     height = top + 176 + below("generation")

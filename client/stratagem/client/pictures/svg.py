@@ -12,29 +12,29 @@ from typing import Any, Final
 # ---- Elements ----
 
 CHARACTER_WIDTH: Final = 6.9
-"""The width of the mean character in pixels at the ordinary size, by which labels are placed."""
+"""The mean width of a character in pixels at the default font size, to estimate text widths."""
 SMALL: Final = 10
 
 _NOT_SHOWN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
     "\ufffe\uffff]"
 )
-"""The characters that XML refuses, and those that change the direction of the text behind them."""
+"""The characters that XML refuses, and those that change the writing direction."""
 
 
 def escaped(text: object) -> str:
-    """Return text for between tags and within attributes, without control characters."""
+    """Escape text for element content and attributes; control characters are removed."""
     return html.escape(_NOT_SHOWN.sub("", str(text)), quote=True)
 
 
 def decimal(value: float) -> str:
-    """Return a coordinate with one decimal at most: "12", "12.5"."""
+    """Format a coordinate with at most one decimal: "12", "12.5"."""
     text = f"{value:.1f}"
     return "0" if text in ("0.0", "-0.0") else text.removesuffix(".0")
 
 
 def element(name: str, *content: str, **attributes: str | float | None) -> str:
-    """Return an element. Content is SVG, attributes are plain text or numbers.
+    """Return an SVG element. Content is SVG, attributes are plain text or numbers.
 
     fill and stroke name a colour, or are "none"; underscores of names become hyphens.
     """
@@ -64,8 +64,8 @@ def label(  # noqa: PLR0913  (the attributes of a text)
     weight: str | None = None,
     has_halo: bool = False,
 ) -> str:
-    """Return one line of text; anchor: start, middle or end. has_halo: the text is on top
-    of lines."""
+    """Return a text element of one line; anchor: start, middle or end. has_halo: outline the text,
+    on top of lines."""
     halo: dict[str, Any] = {"stroke": "surface", "stroke_width": 3.5, "paint_order": "stroke"}
     shape: dict[str, Any] = {"text_anchor": anchor, "font_size": size, "font_weight": weight}
     return element(
@@ -74,24 +74,24 @@ def label(  # noqa: PLR0913  (the attributes of a text)
 
 
 def hint(text: str) -> str:
-    """Return a tooltip for the element around it."""
+    """Return a tooltip (title element) for the enclosing element."""
     return f"<title>{escaped(text)}</title>"
 
 
 def path_of(points: Iterable[tuple[float, float]]) -> str:
-    """Return the data of a path through the points."""
+    """Return the path data of a line through the points."""
     return "".join(
         f"{'L' if at else 'M'}{decimal(x)} {decimal(y)}" for at, (x, y) in enumerate(points)
     )
 
 
 def width_of(text: object, size: float = 12) -> float:
-    """Return the approximate width of a text, in pixels."""
+    """Estimate the width of a text, in pixels."""
     return len(str(text)) * CHARACTER_WIDTH * size / 12
 
 
 def shortened(text: str, width: float, size: float = 12) -> str:
-    """Return the text, or as much of it as fits, with an ellipsis."""
+    """Return the text, cut with an ellipsis to fit the width in pixels."""
     room = int(width / (CHARACTER_WIDTH * size / 12))
     return text if len(text) <= room else f"{text[: max(room - 1, 1)]}…"
 
@@ -139,12 +139,12 @@ NUM_SERIES: Final = 8
 
 
 def series_colour(index: int) -> str:
-    """Return the name of the colour of a series; they repeat after eight."""
+    """Return the name of the colour for a series index; colours repeat after eight."""
     return f"s{index % NUM_SERIES + 1}"
 
 
 def stylesheet() -> str:
-    """Return the rules for all classes of pictures, needed once in a page."""
+    """Return the CSS for all pictures, which a page includes once."""
     names = "".join(
         f".sg-f-{name}{{fill:var(--sg-{name})}}.sg-s-{name}{{stroke:var(--sg-{name})}}"
         for name in LIGHT
@@ -168,7 +168,7 @@ Point = tuple[float, float]
 
 
 def within(points: Iterable[Point], top: float, bottom: float) -> Iterator[list[Point]]:
-    """Yield the parts of a line through the points that lie between two heights, top < bottom."""
+    """Clip a line to the heights between top and bottom, top < bottom; yield its visible parts."""
     part: list[Point] = []
     for before, after in pairwise(points):
         enters, leaves = _inside(before[1], after[1], top, bottom)
@@ -185,8 +185,8 @@ def within(points: Iterable[Point], top: float, bottom: float) -> Iterator[list[
 
 
 def _inside(start: float, end: float, top: float, bottom: float) -> tuple[float, float]:
-    """Return the shares of its length between which a line of these heights is inside; the first is
-    greater if it is outside."""
+    """Return the shares of a segment's length between which it is visible; the first is greater if
+    it is outside. start, end: its heights."""
     if start == end:
         return (0.0, 1.0) if top <= start <= bottom else (1.0, 0.0)
     first, last = sorted(((top - start) / (end - start), (bottom - start) / (end - start)))
@@ -206,8 +206,7 @@ _NUMBER: Final = re.compile(r"(\d{1,18})")
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """Return the sort key of a name: worker-2 is before worker-10, member1/client2 before
-    member1/client10."""
+    """Return a sort key that orders numbers in names by value: worker-2 before worker-10."""
     parts = _NUMBER.split(name)
     return tuple(
         (parts[at], int(parts[at + 1]) if at + 1 < len(parts) else -1)
@@ -224,13 +223,13 @@ FONT: Final = "system-ui, -apple-system, Segoe UI, sans-serif"
 
 @dataclass(frozen=True, slots=True)
 class NumberTable:
-    """Rows of text under headings."""
+    """A table of text with headings."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def to_html(self) -> str:
-        """Return the table as HTML, with its first column as the headings of the rows."""
+        """Return the table as HTML; its first column holds row headings."""
         head = "".join(f'<th scope="col">{escaped(each)}</th>' for each in self.headings)
         rows = "".join(
             f'<tr><th scope="row">{escaped(row[0])}</th>'
@@ -243,34 +242,34 @@ class NumberTable:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture, in pixels of the size that it was drawn for."""
+    """A finished SVG picture with a description and a table of its numbers; sizes in pixels."""
 
     title: str
     description: str
-    """A description in a sentence or two."""
+    """A text alternative of a sentence or two."""
     width: int
     height: int
     content: str
-    """The SVG elements."""
+    """The SVG elements inside the svg element."""
     table: NumberTable
     steps: tuple[float, float, float, float] | None = None
-    """The first and the last step of a curve, and their positions in pixels from the left."""
+    """The first and the last step of a curve, and their horizontal positions in pixels."""
 
     @property
     def svg(self) -> str:
-        """Return the picture for a page that has the stylesheet of pictures."""
+        """Return the SVG for a page that includes `stylesheet()`."""
         return self._whole("")
 
     @property
     def svg_file(self) -> str:
-        """Return the picture for a file: with its colours, light and dark, and its background."""
+        """Return the SVG as a standalone file, with colours, light and dark, and background."""
         surface = element(
             "rect", width=self.width, height=self.height, rx=6, fill="surface", stroke="none"
         )
         return self._whole(f"<style>{stylesheet()}</style>{surface}")
 
     def to_html(self) -> str:
-        """Return the picture as an image that includes its bytes, so that it is shown without
+        """Return the picture as an img element with embedded data, so that it is shown without
         scripts, even in a page that is not trusted."""
         data = base64.b64encode(self.svg_file.encode()).decode()
         words = escaped(f"{self.title}: {self.description}")
@@ -288,7 +287,7 @@ class Picture:
 
 
 def thinned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> tuple[tuple[str, ...], ...]:
-    """Return at most so many rows, evenly chosen, with the first and the last one."""
+    """Return at most `limit` rows, evenly sampled, the first and the last one included."""
     if len(rows) <= limit:
         return tuple(rows)
     places = sorted({round(at * (len(rows) - 1) / (limit - 1)) for at in range(limit)})

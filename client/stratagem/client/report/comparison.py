@@ -23,22 +23,22 @@ from stratagem.common.base.errors import InvalidInputError
 
 MAX_COMPARED: Final = 8
 WIDTH: Final = 720
-"""The width of pictures in a notebook."""
+"""The width in pixels of pictures in a notebook."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobDifference:
-    """A field in which jobs differ."""
+    """A field in which the jobs of compared runs differ."""
 
     key: str
-    """The dotted path, such as "optimizer.lr"."""
+    """The dotted path of the field, such as "optimizer.lr"."""
     values: tuple[Any, ...]
-    """The values by job, in order; None: the job has no such field."""
+    """The field's value in each job, in order; None: the job has no such field."""
 
 
 def job_differences(jobs: Sequence[Mapping[str, Any]]) -> tuple[JobDifference, ...]:
-    """Return the fields in which jobs differ, by path; a value that is not a mapping is one field,
-    even a list."""
+    """Return the fields in which jobs differ, sorted by path; a value that is not a mapping is one
+    field, even a list."""
     flat = [dict(_fields(job)) for job in jobs]
     keys = sorted({key for fields in flat for key in fields})
     found = (JobDifference(key, tuple(fields.get(key) for fields in flat)) for key in keys)
@@ -55,7 +55,7 @@ def _fields(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several runs with their metrics, and the differences of their jobs."""
+    """Several runs side by side: their metrics and curves, and the differences of their jobs."""
 
     runs: tuple[ReportedRun, ...]
 
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def run_ids(self) -> tuple[str, ...]:
-        """Return the names of the runs, in order."""
+        """Return the ids of the runs, in order."""
         return tuple(run.status.run_id for run in self.runs)
 
     @property
@@ -77,13 +77,13 @@ class Comparison:
 
     @property
     def metrics(self) -> Mapping[str, tuple[float | None, ...]]:
-        """Return the newest metrics by name, for each run in order; None: it has none."""
+        """Return the newest value of each metric by run, keyed by name; None: the run has none."""
         names = sorted({name for run in self.runs for name in run.status.metrics})
         return {name: tuple(run.status.metrics.get(name) for run in self.runs) for name in names}
 
     @property
     def panels(self) -> list[Panel]:
-        """Return a curve for each metric, with a line for each run."""
+        """Return a panel per metric: a curve with a line for each run."""
         return overlay_panels(self.runs)
 
     @property
@@ -106,13 +106,13 @@ class Comparison:
         return NumberTable(("field", *self.run_ids), rows)
 
     def _repr_html_(self) -> str:
-        """Return the tables and the curves as images, without scripts."""
+        """Return the comparison as HTML for a notebook: tables, and curves as images."""
         pictures = "".join(f"<div>{each.draw(WIDTH).to_html()}</div>" for each in self.panels[:4])
         return f"{self.runs_table.to_html()}{self.differences_table.to_html()}{pictures}"
 
 
 def check_compared(run_ids: Sequence[str]) -> None:
-    """Raise InvalidInputError unless these are 2 to 8 different runs."""
+    """Raise InvalidInputError unless there are 2 to 8 run ids, all different."""
     if not 2 <= len(run_ids) <= MAX_COMPARED:
         text = f"names {len(run_ids)} runs, and takes 2 to {MAX_COMPARED}"
         raise InvalidInputError.at("runs", text)
@@ -126,7 +126,7 @@ def _text(value: Any) -> str:
 
 
 def overlay_panels(runs: Sequence[ReportedRun], steps: Steps | None = None) -> list[Panel]:
-    """Return a curve for each metric, with a line for each run that has it. steps: the first and
+    """Return a panel per metric: a curve with a line for each run that has it. steps: the first and
     the last step to show, by default all."""
     found: dict[str, list[Line]] = {}
     for at, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""The marks of a run's time line: few, however many events there were."""
+"""Collect the marks of a run's time line: few, however many events there are."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,10 +10,10 @@ from stratagem.client.pictures.lanes import AWAY, Span
 from stratagem.client.pictures.svg import natural
 
 MAX_MARKS: Final = 4096
-"""The number of marks of one kind in one lane, more than a picture has columns; at twice as many,
+"""The number of marks of one kind and lane, more than a picture has columns; at twice as many,
 marks that no picture can tell apart are merged."""
 MAX_LANES: Final = 12
-"""The most parties with a lane of their own; more share one."""
+"""The largest number of parties with lanes of their own; more share one."""
 _TRAINING: Final = "training"
 _INSTANTS: Final = {
     "MembersFormed": ("members", "members formed"),
@@ -24,7 +24,7 @@ _INSTANTS: Final = {
     "UpdateRejected": ("rounds", "update rejected"),
     "GenerationClosed": ("generations", "generation closed"),
 }
-"""The lane and the text by kind of event."""
+"""For each kind of instant event, its lane and its text."""
 
 
 COORDINATOR: Final = "coordinator"
@@ -38,7 +38,7 @@ _LANES: Final = (
     "generations",
     "commits",
 )
-"""The lanes from top to bottom; "" stands for those of parties."""
+"""The lanes from top to bottom; "" stands for the lanes of parties."""
 
 
 def _in_order(span: Span) -> tuple[int, tuple[tuple[str, int], ...]]:
@@ -47,15 +47,15 @@ def _in_order(span: Span) -> tuple[int, tuple[tuple[str, int], ...]]:
 
 
 class TimeMarks:
-    """The marks of a time line while the events of a run are read."""
+    """An incremental reader of a run's events that collects the time line's marks."""
 
     def __init__(self) -> None:
         self._marks: dict[tuple[str, str], list[Span]] = {}
-        """The marks by lane and kind, in order of first mention."""
+        """The marks, keyed by (lane, kind), in order of first mention."""
         self._parties: set[str] = set()
 
     def fold(self, event: Event, began_s: float) -> None:
-        """Take the next event of the run, which began at a time."""
+        """Process the next event. began_s: the wall time at which the run began."""
         at = event.time_s - began_s
         if event.kind in ("SegmentFinished", "UpdateReceived"):
             start, party = max(at - float(event.payload["seconds"]), 0.0), party_of(event)
@@ -69,13 +69,13 @@ class TimeMarks:
             self._add(Span(lane, at, at, words, event.sentence))
 
     def add_outage(self, outage: Outage, began_s: float) -> None:
-        """Take an outage of the coordinator."""
+        """Add a mark for a coordinator outage."""
         start, end = outage.began_s - began_s, outage.ended_s - began_s
         self._add(Span(COORDINATOR, start, end, AWAY))
 
     @property
     def spans(self) -> list[Span]:
-        """Return the marks so far, lane by lane, each in order of time."""
+        """Return the marks so far, sorted by lane, then by time."""
         found = [span for of_one in self._marks.values() for span in of_one]
         if len(self._parties) > MAX_LANES:
             found = [replace(s, lane=_TRAINING) if s.kind == _TRAINING else s for s in found]
@@ -89,7 +89,7 @@ class TimeMarks:
 
 
 def merge_spans(spans: Iterable[Span], column_s: float) -> list[Span]:
-    """Return marks of one kind and lane, merged if they overlap or lie within one column."""
+    """Merge marks of one kind and lane that overlap or lie within column_s seconds."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, each.end)):
         before = found[-1] if found else None

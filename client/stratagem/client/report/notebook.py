@@ -1,4 +1,4 @@
-"""Show runs and lists in a notebook, and follow a run in place.
+"""Display runs and lists in a notebook, and follow a run in place.
 
 Pictures are images within the page, so that they are shown without scripts, and in a notebook that
 is not trusted yet.
@@ -27,14 +27,14 @@ REFRESH_S: Final = 0.5
 
 
 class Listed(tuple[Item, ...]):
-    """A tuple that a notebook shows as a table for people."""
+    """A tuple that a notebook displays as a table."""
 
     __slots__ = ()
     columns: ClassVar[Columns] = {"": str}
-    """The functions that give an item's cells, by heading."""
+    """The functions that return an item's cells, keyed by column heading."""
 
     def _repr_html_(self) -> str:
-        """Return a table with a row for each item, without empty columns."""
+        """Return the table as HTML, a row per item, without empty columns."""
         if not self:
             return "<p>none</p>"
         cells = {name: [_cut(cell(each)) for each in self] for name, cell in self.columns.items()}
@@ -43,7 +43,7 @@ class Listed(tuple[Item, ...]):
 
 
 class ListedRuns(Listed[Item]):
-    """Statuses of runs."""
+    """A tuple of run statuses that a notebook displays as a table."""
 
     __slots__ = ()
     columns: ClassVar[Columns] = {
@@ -59,7 +59,7 @@ class ListedRuns(Listed[Item]):
 
 
 class ListedWorkers(Listed[Item]):
-    """Registered workers."""
+    """A tuple of workers that a notebook displays as a table."""
 
     __slots__ = ()
     columns: ClassVar[Columns] = {
@@ -78,7 +78,7 @@ class ListedWorkers(Listed[Item]):
 
 
 class ListedEvents(Listed[Item]):
-    """Events of a run."""
+    """A tuple of events that a notebook displays as a table."""
 
     __slots__ = ()
     columns: ClassVar[Columns] = {
@@ -99,7 +99,7 @@ def _cut(text: str) -> str:
 
 
 def _metrics(run: RunStatus) -> str:
-    """Return a few metrics: the deciding one, then evaluations, then those of the training."""
+    """Format a few metrics: the deciding one, then evaluations, then those of the training."""
     evaluation = run.job.get("evaluation") or {}
     chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
     names = sorted(
@@ -110,7 +110,7 @@ def _metrics(run: RunStatus) -> str:
 
 
 def header_html(status: RunStatus) -> str:
-    """Return a few lines about a run."""
+    """Return the header lines about a run, as HTML."""
     metrics = ", ".join(
         f"{name} {value:.4g}" for name, value in sorted(without_spreads(status.metrics).items())
     )
@@ -126,17 +126,15 @@ def header_html(status: RunStatus) -> str:
 
 
 def run_html(run: ReportedRun) -> str:
-    """Return the form of a run in a notebook: a header, its losses, and its strategy."""
+    """Return a run as HTML for a notebook: a header, its losses, and its strategy's pictures."""
     panels = [*curve_panels(run)[:1], *strategy_panels(run)[:2]]
     pictures = "".join(f"<div>{panel.draw(WIDTH).to_html()}</div>" for panel in panels)
     return f"<div>{header_html(run.status)}</div>{pictures}"
 
 
 def _display() -> Any:
-    """Return IPython's module for outputs; only notebooks have it installed.
-
-    Raises WrongStateError if nothing shows HTML, as in a plain program or IPython's terminal.
-    """
+    """Return IPython's display module. Raises WrongStateError if nothing displays HTML, as in a
+    plain program or IPython's terminal."""
     try:
         shell = importlib.import_module("IPython").get_ipython()
         display = importlib.import_module("IPython.display")
@@ -152,8 +150,8 @@ def _display() -> Any:
 
 
 def follow(changes: Iterable[object], render: Callable[[], str]) -> None:
-    """Show a run in the cell of a notebook, updated at most twice a second while it changes, and at
-    the end. An interrupt only ends the display."""
+    """Display a run in a notebook cell, redrawn at most twice a second while it changes, and at the
+    end. An interrupt only ends the display."""
     display = _display()
     make: Callable[[str], object] = display.HTML
     handle = display.display(make(render()), display_id=True)

@@ -50,11 +50,11 @@ figure,tr,.error{break-inside:avoid}body{font-size:11pt}}
 """
 
 Section = tuple[str, str, str]
-"""A section's name in links, its title, and its content."""
+"""A section of a page: its id for links, its title, and its HTML content."""
 
 
 def document(title: str, header: str, sections: Sequence[Section], made_at: str) -> str:
-    """Return a page. title: as text; header: HTML before the links; made_at: the time, in words."""
+    """Return an HTML page. title: text; header: HTML before the links; made_at: time, in words."""
     links = "".join(f'<a href="#{name}">{escaped(title)}</a>' for name, title, _ in sections)
     body = "".join(
         f'<section id="{name}"><h2>{escaped(title)}</h2>{content}</section>'
@@ -73,7 +73,7 @@ def document(title: str, header: str, sections: Sequence[Section], made_at: str)
 
 
 def figure(panel: Panel, *, has_heading: bool = True) -> str:
-    """Return a picture for wide and for narrow screens, with its numbers."""
+    """Return a picture for wide and for narrow screens, with its numbers, as HTML."""
     wide, narrow = panel.draw(WIDE), panel.draw(NARROW)
     heading = f"<h3>{escaped(panel.title)}</h3>" if has_heading else ""
     note = f"<figcaption>{escaped(panel.note)}</figcaption>" if panel.note else ""
@@ -93,7 +93,7 @@ MAX_EVENTS: Final = 500
 
 
 def page(run: ReportedRun, made_at: str) -> str:
-    """Return the page of a run. made_at: the time as text; all else follows from the run."""
+    """Return the HTML report of a run. made_at: the time as text; all else follows from the run."""
     title = f"{run.status.run_id} · {run.status.strategy or 'evaluation'}"
     header = f"<header>{_header(run)}</header>{_error(run)}"
     return document(title, header, list(_sections(run)), made_at)
@@ -171,7 +171,7 @@ def _submitted(run: ReportedRun) -> str:
 
 
 def _workers(run: ReportedRun) -> Sequence[str]:
-    """Return all workers that were members, or trained clients."""
+    """Return the names of all workers that were members, or trained clients."""
     seen = dict.fromkeys(each.worker_id for each in run.course.members.intervals)
     for event in run.events:
         if event.kind == "ClientsAssigned":
@@ -185,7 +185,7 @@ def _lost(run: ReportedRun) -> Sequence[str]:
 
 
 def _sent(run: ReportedRun) -> str:
-    """Return the number of bytes sent under a codec, and the number without it."""
+    """Format the number of bytes that clients sent with a codec, and would have sent without."""
     sent = plain = 0
     for event in run.events:
         if event.kind in ("SegmentFinished", "UpdateReceived"):
@@ -196,7 +196,7 @@ def _sent(run: ReportedRun) -> str:
 
 
 def _schedule(run: ReportedRun) -> str:
-    """Return the hyperparameters that a population's winner was trained with, step by step."""
+    """Return an HTML table of the hyperparameters that a population's winner was trained with."""
     if run.strategy.get("type") != "PopulationBased":
         return ""
     found = run.course.population.population
@@ -239,8 +239,8 @@ def _events(run: ReportedRun) -> str:
 
 
 def comparison_page(compared: Comparison, made_at: str) -> str:
-    """Return the page of these runs. made_at: the time, in words; everything else follows from the
-    runs."""
+    """Return the HTML report that compares runs. made_at: the time, in words; everything else
+    follows from the runs."""
     sections: list[Section] = [
         ("runs", "Runs", f'<div class="scroll">{compared.runs_table.to_html()}</div>'),
         ("jobs", "Where their jobs differ", _differences(compared)),

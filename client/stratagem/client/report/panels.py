@@ -23,24 +23,24 @@ from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture that can be drawn for any width."""
+    """A picture of a run, with name and note, that can be drawn at any width."""
 
     name: str
-    """The name of the picture, such as "loss" or "members"; unique within a run."""
+    """The id of the picture, such as "loss" or "members"; unique within a run."""
     title: str
     draw: Callable[[int], Picture]
     note: str = ""
-    """A sentence with what a reader should know about it."""
+    """A sentence that helps to read the picture."""
     draw_log: Callable[[int], Picture] | None = None
-    """A function that draws it with a logarithmic axis; None: there is no such form."""
+    """A function that draws the picture with a logarithmic axis; None if it has no such form."""
 
     def picture(self, width: int, *, log: bool = False) -> Picture:
-        """Return the picture for a width. log: with a logarithmic axis, if it can have one."""
+        """Draw the picture at a width. log: with a logarithmic axis, if it has such a form."""
         return (self.draw_log if log and self.draw_log else self.draw)(width)
 
 
 def by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int], Picture]:
-    """Return a function that draws a picture for a width, but at most for `most`."""
+    """Wrap a drawing function so that it takes only a width, limited to `most` pixels."""
     return lambda width: draw(width=min(width, most))
 
 
@@ -50,11 +50,11 @@ def by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int]
 
 EVALUATES: Final = "member that evaluates"
 MAX_CLIENTS: Final = 1000
-"""The most clients of a federation that have a bar, those of its newest rounds."""
+"""The largest number of clients, of the newest rounds, that are drawn as bars."""
 
 
 def member_panels(run: ReportedRun) -> list[Panel]:
-    """Return a panel with a lane for each worker, if there were any."""
+    """Return the panel with a lane per worker; none if there were no members."""
     stays = [*_memberships(run), *_clients(run)]
     if not stays:
         return []
@@ -100,7 +100,7 @@ def _memberships(run: ReportedRun) -> Iterator[Stay]:
 
 
 def _clients(run: ReportedRun) -> Iterator[Stay]:
-    """Yield the work of workers for clients of federations, in the newest rounds."""
+    """Yield the work of workers for a federation's clients in the newest rounds, as stays."""
     for path, party in run.course.parties.items():
         left = MAX_CLIENTS
         for found in reversed(party.rounds):
@@ -137,7 +137,7 @@ def _of(path: str, what: str) -> str:
 
 
 def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "") -> list[Panel]:
-    """Return a picture of a gossiping party's exchanges of parameters."""
+    """Return the panel with the topology of a gossiping party; none for other strategies."""
     aggregation = strategy.get("aggregation") or {}
     if aggregation.get("method") != "Decentralized":
         return []
@@ -158,7 +158,7 @@ def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "
 
 
 def _workers(run: ReportedRun, path: str, num_nodes: int) -> list[str]:
-    """Return the workers of each node in the newest membership; empty without members."""
+    """Return the workers of each gossip node in the newest membership; empty without members."""
     party = run.course.parties[path]
     per_node = len(set(party.ranks)) or 1
     ids = party.worker_ids
@@ -188,12 +188,12 @@ NOTES: Final[Mapping[str, str]] = {
     "train.step_ratio": "all steps for each one whose gradient is exact, not predicted",
     "time.rows_per_s": "rows per second of the first worker, by its clock",
 }
-"""The meanings of metrics whose names do not explain them."""
+"""Explanations of metrics whose names do not explain them, keyed by name."""
 
 
 def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
-    """Return the curves of a run over the same steps: losses, then one for each other metric.
-    steps: the first and the last step to show, by default all."""
+    """Return the curves of a run over the same steps: losses, then one per other metric. steps: the
+    first and the last step to show, by default all."""
     marks, unit = _marks(run), unit_of(run)
     lines = between(lines_of(run), steps)
     frames = groups(lines)[:MAX_CURVES]
@@ -209,19 +209,19 @@ def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
 
 
 def lines_of(run: ReportedRun) -> dict[str, Line]:
-    """Return the lines of the whole run, by name."""
+    """Return the metric lines of the whole run, keyed by name."""
     return with_history(run.course.root.lines, run.history, num_nodes(run.job))
 
 
 def _of_nodes(run: ReportedRun) -> str:
-    """Return a note about the loss of gossiping nodes, if there are any."""
+    """Return a note about how the loss of gossiping nodes is computed; "" if there are none."""
     if f"node/0:{LOSS}" not in run.history or num_nodes(run.job) > MAX_PARTS:
         return ""
     return f"{LOSS}: the plain mean over the nodes, from the least to the greatest of any."
 
 
 def _lost_steps(run: ReportedRun) -> str:
-    """Return a note about steps that were lost when a run failed, if there are any."""
+    """Return a note about steps that were lost when the run failed; "" if none were."""
     error = run.status.error
     step = failed_step(error.activity) if error is not None else None
     if run.status.phase != "FAILED" or step is None or unit_of(run) != "step":
@@ -236,7 +236,7 @@ def _lost_steps(run: ReportedRun) -> str:
 
 
 def between(lines: Mapping[str, Line], steps: Steps | None) -> dict[str, Line]:
-    """Return the part of lines between two steps; lines that have none there are left out."""
+    """Cut lines to the steps between two; lines without values there are left out."""
     if steps is None:
         return dict(lines)
     found = {name: cut(line, *steps) for name, line in lines.items()}
@@ -276,8 +276,7 @@ def _curve(
 
 
 def unit_of(run: ReportedRun) -> str:
-    """Return the unit of the horizontal axis: rounds or steps, in a population those of a
-    member."""
+    """Return the unit of the horizontal axis: rounds or steps, in a population a member's steps."""
     strategy = run.strategy
     if strategy.get("type") == "PopulationBased":
         strategy = (strategy.get("options") or {}).get("inner") or {}
@@ -285,8 +284,8 @@ def unit_of(run: ReportedRun) -> str:
 
 
 def _marks(run: ReportedRun) -> list[CurveMark]:
-    """Return deaths and joins of the root's members after the first step, at the step that the run
-    had reached by then."""
+    """Return marks for lost and joined workers of the root party, at the step that the run had
+    reached by then."""
     found: list[CurveMark] = []
     times = [time_s for time_s, _ in run.course.root.reached]
 

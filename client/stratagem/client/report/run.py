@@ -1,4 +1,4 @@
-"""Read the contents of a run's pictures from its events, one by one.
+"""Reduce a run's events, one by one, to the data for its pictures.
 
 Reading can continue with later events: no event is read twice, and none is kept.
 """
@@ -40,18 +40,18 @@ MAX_DECISIONS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision that a strategy has noted."""
+    """A decision that a custom strategy has recorded."""
 
     after_s: float
-    """The time since the beginning of the run."""
+    """The time of the decision, in seconds since the run's beginning."""
     party: str
     kind: str
-    """The kind, as the strategy names it."""
+    """The kind of decision, as the strategy names it."""
     reason: str
 
 
 class PartyCourse:
-    """The course of one party of a run."""
+    """The data of one party for the pictures, built up from events."""
 
     def __init__(self, party: str) -> None:
         self._lines, self._rounds = LinesFolding(party), RoundsFolding(party)
@@ -59,20 +59,20 @@ class PartyCourse:
         self._roster: dict[int, Home] = {}
         self._benches: dict[int, int] = {}
         self.ranks: tuple[int, ...] = ()
-        """The rank of each stage of a pipeline, in the newest membership."""
+        """The rank of each pipeline stage in the newest membership."""
         self.worker_ids: tuple[str, ...] = ()
-        """The workers of the newest membership with members."""
+        """The workers of the newest non-empty membership."""
         self.engine = ""
         self.num_segments = 0
-        """The number of segments that have ended; of a silo, in all rounds together."""
+        """The number of finished segments; of a silo, in all rounds together."""
         self.failure = ""
-        """The reason for the party's failure, as a sentence."""
+        """The reason for the party's failure, as a sentence; empty if it has not failed."""
         self.reached: list[tuple[float, int]] = []
-        """The wall times and steps of the ends of segments; neither ever decreases."""
+        """The wall times and steps at which segments ended; both are ascending."""
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return the measured values, by name of the metric."""
+        """Return the metric lines of the party, keyed by name."""
         return self._lines.lines
 
     @property
@@ -87,17 +87,17 @@ class PartyCourse:
 
     @property
     def client_times(self) -> Sequence[float]:
-        """Return the seconds of all updates of a federation's clients."""
+        """Return the durations of all updates of a federation's clients."""
         return self._rounds.times
 
     def fold(self, event: Event) -> None:
-        """Take the next event of the run."""
+        """Process the next event of the run, whatever party it is about."""
         self._lines.fold(event)
         self._rounds.fold(event)
         fold_benches(self._benches, event, self._party)
 
     def fold_own(self, event: Event) -> None:
-        """Take the next event that is about this party."""
+        """Process the next event that is about this party."""
         match event.kind:
             case "RosterFormed" | "ClientsJoined":
                 self._roster |= homes(event)
@@ -115,43 +115,43 @@ class PartyCourse:
 
 
 class RunCourse:
-    """The course of a run, for its pictures."""
+    """The data of a whole run for its pictures, built up from events."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         """Begin without events. job: of the run, as in its status."""
         self._job = job
         self.num_events = self.num_returns = 0
-        """The number of events that were read, and of those that returned to an earlier commit."""
+        """The number of events read, and of those that returned to an earlier commit."""
         self.began_s: float | None = None
         """The wall time of the first event; None: there is none yet."""
         self.newest_s = 0.0
         """The wall time of the newest event."""
         self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
-        """The parties by path, in order of first mention; "" is the root."""
+        """The parties, keyed by path, in order of first mention; "" is the root."""
         self.members = MembersFolding()
         self.population = PopulationFolding(job)
-        """The population that the whole run is, if it is one."""
+        """The population, if the whole run is one."""
         self.populations: dict[str, PopulationFolding] = {"": self.population}
-        """The populations of the whole run and of parties, by path."""
+        """All populations, keyed by the path of their party."""
         self.time_marks, self.outages = TimeMarks(), OutagesFolding()
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
-        """The newest decisions of a strategy that is not built in."""
+        """The newest decisions of a custom strategy."""
 
     @classmethod
     def of(cls, events: Iterable[Event], job: Mapping[str, Any]) -> Self:
-        """Return the course of a run with these events."""
+        """Build the course of a run from its events."""
         course = cls(job)
         course.take(events)
         return course
 
     def take(self, events: Iterable[Event]) -> None:
-        """Read the events that follow those that were read."""
+        """Process further events, which follow those already read."""
         for event in events:
             self._fold(event)
 
     @property
     def root(self) -> PartyCourse:
-        """Return the course of the party that is the whole run."""
+        """Return the data of the root party, which is the whole run."""
         return self.parties[""]
 
     def _fold(self, event: Event) -> None:
@@ -189,14 +189,14 @@ class RunCourse:
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """A run with everything that is shown of it."""
+    """Everything that is needed to display a run: status, course and step history."""
 
     status: RunStatus
     course: RunCourse
     history: Mapping[str, StepSeries] = field(default_factory=dict)
-    """The step history by series; without it curves have one value for each segment."""
+    """The step history; without it, curves have one value per segment."""
     events: Sequence[Event] = ()
-    """All events, for a report; pictures need none."""
+    """All events, for a report; pictures do not need them."""
 
     @classmethod
     def of(
@@ -205,7 +205,7 @@ class ReportedRun:
         events: Sequence[Event],
         history: Mapping[str, StepSeries] | None = None,
     ) -> Self:
-        """Return a run with these events."""
+        """Build a ReportedRun from a run's status, events and step history."""
         return cls(status, RunCourse.of(events, status.job), history or {}, events)
 
     @property
@@ -235,16 +235,16 @@ _UNITS: Final[Mapping[str, str]] = {
     "PopulationBased": "generations",
     "Custom": "steps of the strategy",
 }
-"""The unit that a run counts by the type of its strategy; others count steps."""
+"""The unit of progress for each strategy type; others count steps."""
 
 
 def committed_step(status: RunStatus) -> int:
-    """Return the number of steps of the newest commit."""
+    """Return the step of the newest commit, 0 if there is none."""
     return max((each.step for each in status.commits if each.member is None), default=0)
 
 
 def progress_text(status: RunStatus) -> str:
-    """Return a run's progress as text, such as "12 of 30 rounds"; "" if it is not known."""
+    """Format a run's progress, such as "12 of 30 rounds"; "" if it is unknown."""
     unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
     if status.phase == "FAILED" and unit == "steps":
         activity = status.error.activity if status.error is not None else ""
@@ -253,7 +253,7 @@ def progress_text(status: RunStatus) -> str:
 
 
 def time_text(time_s: float) -> str:
-    """Return a time as "2026-11-23 08:15:00 UTC", independent of the reader's time zone."""
+    """Format a time as "2026-11-23 08:15:00 UTC", independent of the reader's time zone."""
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
@@ -264,24 +264,24 @@ def time_text(time_s: float) -> str:
 _TRAIN = "train.loss"
 _RATE = "train.lr"
 _COUNTED = ("train.loss_", "stop.", "plateau.", "train.skipped_steps")
-"""The prefixes of metrics without a curve: spreads, and numbers that the coordinator counts on."""
+"""The prefixes of metrics without a curve: spreads, and counters that the coordinator keeps."""
 
 _GRAD_NORM = "train.grad_norm"
 _OWN = ("train.", "time.")
-"""The prefixes of a run's own series; those of its parts begin with the part."""
+"""The prefixes of a run's own series; those of stages, nodes and replicas begin with their name."""
 RECORDED = ("train.*", "time.rows_per_s")
-"""The series of the step history that have a curve."""
+"""The recorded series that are drawn as curves."""
 
 MAX_POINTS = 4096
-"""The most points of one line, more than a picture has columns; longer lines are cut into rows."""
+"""The largest number of points per line; longer lines are merged into rows."""
 MAX_PARTS = 16
-"""The most stages, nodes or replicas of a party whose steps are read."""
+"""The largest number of stages, nodes or replicas of a party whose series are read."""
 _OF_STAGES = ("busy_s", "span_s", "memory_bytes")
 
 
 def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the series and the parties that the pictures of a run with this job show: its own, and
-    those of its pipeline's stages, its nodes or its replicas."""
+    """Return the (series, parties) of the step history that a run's pictures show: the run's own,
+    and those of its pipeline's stages, its nodes or its replicas."""
     strategy = job.get("strategy") or {}
     aggregation = (strategy.get("aggregation") or {}).get("method")
     if num_replicas_apart(strategy):
@@ -299,14 +299,14 @@ def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def num_replicas_apart(strategy: Mapping[str, Any]) -> int:
-    """Return the number of replicas that take local steps under this strategy."""
+    """Return the number of replicas with local steps under this strategy; 0 if it has none."""
     takes_them = (strategy.get("options") or {}).get("local_steps") is not None
     is_theirs = strategy.get("type") == "DataParallel" and takes_them
     return int(strategy.get("num_replicas") or 0) if is_theirs else 0
 
 
 class LinesFolding:
-    """The metrics of a party's segments and rounds while the events of its run are read; a round's
+    """An incremental reader of a run's events that builds the metric lines of one party; a round's
     step is its number.
 
     Segments that a resumption from an earlier commit has undone are left out. Values of training
@@ -316,20 +316,20 @@ class LinesFolding:
     def __init__(self, party: str = "") -> None:
         self._party = party
         self._found: dict[str, dict[int, float]] = {}
-        """The values by metric, then by segment."""
+        """The values of each metric, keyed by segment."""
         self._steps: dict[int, int] = {}
         """The last step of each segment."""
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return the lines so far, by name; a spread over clients is the band of its metric."""
+        """Return the lines so far by name; a spread over clients is the band of its metric."""
         lines = {name: _line(name, points, self._steps) for name, points in self._found.items()}
         return {
             name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name
         }
 
     def fold(self, event: Event) -> None:
-        """Take the next event of the run."""
+        """Process the next event of the run."""
         last = undone_from(event)
         if last is not None:
             for name, points in self._found.items():
@@ -358,7 +358,7 @@ class LinesFolding:
 
 
 def num_nodes(job: Mapping[str, Any]) -> int:
-    """Return the number of gossiping nodes in a run of this job."""
+    """Return the number of gossiping nodes of a job; 0 if its nodes do not gossip."""
     strategy = job.get("strategy") or {}
     gossips = (strategy.get("aggregation") or {}).get("method") == "Decentralized"
     return int(strategy.get("num_replicas") or 0) if gossips else 0
@@ -367,7 +367,7 @@ def num_nodes(job: Mapping[str, Any]) -> int:
 def with_history(
     lines: Mapping[str, Line], history: Mapping[str, StepSeries], nodes: int = 0
 ) -> dict[str, Line]:
-    """Return the lines, with every step of the party's recorded series in their place.
+    """Replace the lines of segments by those of the step history, if they are recorded.
 
     nodes: the number of gossiping nodes. The loss of a step is then the plain mean over all nodes,
     if all are known.
@@ -389,8 +389,8 @@ def with_history(
 
 
 def mean_line(name: str, of_each: Sequence[StepSeries]) -> Line | None:
-    """Return the plain mean of series at the steps that all of them have, with a band from the
-    least to the greatest value; None if there are no such steps."""
+    """Return the plain mean of series at their common steps, with a band from minimum to maximum;
+    None if there are no such steps."""
     if not of_each:
         return None
     common = reduce(np.intersect1d, [series.step for series in of_each])
@@ -409,7 +409,7 @@ def mean_line(name: str, of_each: Sequence[StepSeries]) -> Line | None:
 
 
 def recorded_line(name: str, series: StepSeries) -> Line:
-    """Return a recorded series as a line of this name."""
+    """Convert a recorded series to a line with this name."""
     certain = series.step[~series.provisional]
     values = (series.step, series.last, series.min, series.max)
     step, last, low, high = (each.tolist() for each in values)
@@ -418,7 +418,7 @@ def recorded_line(name: str, series: StepSeries) -> Line:
 
 
 def _line(name: str, points: Mapping[int, float], steps_of: Mapping[int, int]) -> Line:
-    """Return the line of values by segment; steps_of: the last step of each segment."""
+    """Make a line from values keyed by segment; steps_of: the last step of each segment."""
     told = ((steps_of[segment], value) for segment, value in points.items())
     in_order = sorted(told, key=lambda point: point[0])
     dots = not name.startswith("train.")
@@ -439,7 +439,7 @@ def _with_band(line: Line, lines: Mapping[str, Line]) -> Line:
 
 
 def _few(steps: Ints, values: Floats) -> Columns:
-    """Return values as rows that keep the last, the least and the greatest value of each row."""
+    """Merge values into at most MAX_POINTS rows, which keep last, minimum and maximum."""
     is_finite = np.isfinite(values)
     finite = np.where(is_finite, values, np.nan)
     counts, others = is_finite.astype(np.int64), (~is_finite).astype(np.int64)
@@ -448,7 +448,7 @@ def _few(steps: Ints, values: Floats) -> Columns:
 
 
 def groups(lines: Mapping[str, Line]) -> list[tuple[str, list[Line]]]:
-    """Return the lines by frame: all losses share one, and each other metric has its own.
+    """Group the lines into frames: all losses share one, and each other metric has its own.
 
     The frames are in the order of interest: loss, evaluations, values of training, times.
     """

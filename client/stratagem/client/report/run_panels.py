@@ -1,4 +1,4 @@
-"""Make the pictures of a run by its strategy, and those of its nested parties, for any width."""
+"""Choose the panels of a run by its strategy, and those of its nested parties."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from stratagem.client.report.strategy_panels import (
 
 
 def strategy_panels(run: ReportedRun) -> list[Panel]:
-    """Return the pictures of the run's strategy, and those of its nested parties."""
+    """Return the panels of the run's strategy and of its nested parties."""
     return [*_of_root(run), *member_panels(run), *nested_panels(run)]
 
 
@@ -36,7 +36,7 @@ def _of_root(run: ReportedRun) -> list[Panel]:
 
 
 def _decisions(run: ReportedRun) -> list[Panel]:
-    """Return the decisions of a strategy that is not built in."""
+    """Return the panel with the decisions of a custom strategy, if there are any."""
     marks = [
         DecisionMark(
             each.after_s, f"{each.party}: {each.kind}" if each.party else each.kind, each.reason
@@ -53,7 +53,7 @@ def _decisions(run: ReportedRun) -> list[Panel]:
 
 
 def time_line_panel(run: ReportedRun) -> Panel:
-    """Return a time line with a lane for each kind of event."""
+    """Return the time line panel, with a lane per kind of event."""
     spans = run.course.time_marks.spans
 
     def draw(width: int) -> Picture:
@@ -67,14 +67,14 @@ def time_line_panel(run: ReportedRun) -> Panel:
 # The tree of the parties shows how each one trains, followed by the pictures of each.
 
 MAX_NESTED: Final = 12
-"""The most parties below the root with pictures of their own."""
+"""The largest number of nested parties that get panels of their own."""
 Strategy = Mapping[str, Any]
-"""The strategy, as in the job."""
+"""A strategy as plain values, as in the job."""
 
 
 def strategy_of(run: ReportedRun, path: str) -> Strategy:
-    """Return the strategy of a party; inside a strategy that is not built in, as far as its events
-    tell, else empty."""
+    """Return the strategy of a party; inside a custom strategy as far as events tell, else
+    empty."""
     strategy = run.strategy
     for _ in filter(None, path.split("/")):
         if strategy.get("type") == "Custom":
@@ -99,14 +99,13 @@ def _inferred(run: ReportedRun, path: str) -> Strategy:
 
 
 def strategy_name(strategy: Strategy) -> str:
-    """Return a strategy as a word or two, such as "Federated/FedAvg"."""
+    """Return the short name of a strategy, such as "Federated/FedAvg"."""
     methods = (strategy.get("aggregation") or {}).get("method"), strategy.get("coordinator")
     return "/".join(filter(None, [strategy.get("type"), *methods]))
 
 
 def nested_panels(run: ReportedRun) -> list[Panel]:
-    """Return the tree of the parties below the root, and the pictures of each, named by its
-    path."""
+    """Return the panel with the tree of nested parties, and the panels of each, named by path."""
     paths = sorted(_with_parents(run), key=natural)
     if not paths:
         return []
@@ -125,7 +124,7 @@ def nested_panels(run: ReportedRun) -> list[Panel]:
 
 
 def own_panels(run: ReportedRun, path: str = "") -> list[Panel]:
-    """Return the pictures of one party by its strategy, without those of the parties in it."""
+    """Return the panels of one party by its strategy, without those of parties nested in it."""
     if path not in run.course.parties:
         return []
     strategy = strategy_of(run, path)
@@ -146,7 +145,7 @@ def own_panels(run: ReportedRun, path: str = "") -> list[Panel]:
 
 
 def _with_parents(run: ReportedRun) -> Iterator[str]:
-    """Yield the paths of all parties below the root, including those that only contain others."""
+    """Yield the paths of all nested parties, including those that only contain others."""
     seen = {""}
     for path in run.course.parties:
         parts = path.split("/")

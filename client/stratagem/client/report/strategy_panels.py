@@ -1,4 +1,4 @@
-"""Make the pictures that belong to a strategy: federations, populations, and parts of a party."""
+"""Make the panels that belong to a strategy: federation, population, and parts of a party."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ from stratagem.common.pipeline.simulation import consumers, required
 
 
 def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = None) -> list[Panel]:
-    """Return pictures of clients, rounds, and times of clients. quorum: of the strategy, a count or
-    a share of the selected clients."""
+    """Return the panels of a federation: clients, rounds, and durations of updates. quorum: of the
+    strategy, a count or a share of the selected clients."""
     course = run.course.parties[party]
     found, known, times = course.rounds, course.clients, course.client_times
     cells = [
@@ -77,8 +77,8 @@ def _bar(found: Round, quorum: float | None) -> RoundBar:
 
 
 def population_panels(run: ReportedRun, path: str = "") -> list[Panel]:
-    """Return lineage, scores, and hyperparameters against the score, of the whole run or of a
-    population inside it."""
+    """Return the panels of a population, the whole run or a party: lineage, scores, and
+    hyperparameters against score."""
     folding = run.course.populations.get(path)
     found = None if folding is None else folding.population
     if found is None or not found.generations:
@@ -132,7 +132,7 @@ def _nodes(found: Population) -> list[LineageNode]:
 
 
 def _trials(found: Population) -> tuple[list[Trial], list[str]]:
-    """Return the members of the newest generation with scores, or of the winner's."""
+    """Return trials for the winner's generation, or the newest scored one, and the axes' names."""
     scored = [g for g in found.generations if any(m.score is not None for m in g.members)]
     if not scored:
         return [], []
@@ -160,8 +160,8 @@ MEGABYTE: Final = 1e6
 def stage_panels(
     run: ReportedRun, strategy: Mapping[str, Any], path: str = "", num_replicas: int = 1
 ) -> list[Panel]:
-    """Return pictures of a pipeline: the stages at work on the micro-batches of one step, the
-    bubble, and the memory of each. strategy: of one replica."""
+    """Return the panels of a pipeline: the stages' work in one step, the bubble, and memory.
+    strategy: of one replica."""
     if strategy.get("type") != "ModelParallel":
         return []
     return [
@@ -205,7 +205,7 @@ def _work(
 
 
 def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
-    """Return the measured work of the stages in one step."""
+    """Return the panel with the measured work of the stages in one step."""
     names, tasks = measured_tasks(measured)
     shares = dict(zip(*(_measured_bubble(run) or ((), ())), strict=True))
     idle = None if measured.is_whole else shares.get(measured.step)
@@ -229,7 +229,7 @@ def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
 
 
 def _bubble(run: ReportedRun) -> Iterator[Panel]:
-    """Yield the bubble of each step, if it was measured."""
+    """Yield the panel with the bubble of each step, if it was measured."""
     measured = _measured_bubble(run)
     if measured is None:
         return
@@ -243,7 +243,7 @@ def _bubble(run: ReportedRun) -> Iterator[Panel]:
 
 
 def _measured_bubble(run: ReportedRun) -> tuple[list[int], list[float]] | None:
-    """Return steps and their bubble, if it was measured."""
+    """Return the steps and the bubble of each; None if it was not measured."""
     if not isinstance(run.history, History):
         return None
     steps, shares = run.history.bubble()
@@ -263,13 +263,13 @@ def _memory(run: ReportedRun) -> Iterator[Panel]:
 
 
 def node_panels(run: ReportedRun) -> list[Panel]:
-    """Return the losses of the first gossiping nodes."""
+    """Return the panel with the losses of the first gossiping nodes."""
     return list(_of_parts(run, "node", "train.loss", ("node-loss", "Loss of the nodes"), ""))
 
 
 def replica_panels(run: ReportedRun) -> list[Panel]:
-    """Return the distance that replicas with local steps move between two joins, and their losses,
-    for the first ones."""
+    """Return the panels of replicas with local steps: the distance moved between joins, and losses,
+    of the first replicas."""
     options = run.strategy.get("options") or {}
     count, overlap = options.get("fragments") or 1, options.get("overlap_steps") or 0
     note = (
@@ -293,7 +293,7 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
 def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
-    """Yield the picture of a series of all nodes or replicas. named: its name and title."""
+    """Yield the panel with a series of each node or replica. named: its name and title."""
     found = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in found if len(series.step)]
     if not lines:
@@ -309,7 +309,7 @@ def _of_parts(
 
 
 def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, StepSeries]]:
-    """Return a series of each part that has it, by the part's name."""
+    """Return (name, series) for each node or replica that has the series."""
     return [
         (f"{kind} {number}", series)
         for number in range(MAX_PARTS)
@@ -328,12 +328,12 @@ _TAKES: Final = {
     TaskKind.INPUT: 1.0,
     TaskKind.WEIGHT: 1.0,
 }
-"""The relative lengths of the kinds of work; a backward pass computes two gradients."""
+"""The relative durations of kinds of work; a backward pass computes two gradients."""
 
 
 def measured_tasks(measured: MeasuredStep) -> tuple[list[str], list[Task]]:
-    """Return the lanes of a measured step, named by their stages, and the work in them, including
-    waiting, in seconds."""
+    """Return the names of the lanes in a measured step, and the work in them, including waiting, in
+    seconds."""
     places = {stage: lane for lane, its in enumerate(measured.lanes.values()) for stage in its}
     tasks: list[Task] = []
     for stage, actions in measured.actions.items():
@@ -353,8 +353,8 @@ def planned_tasks(
     num_rows: int,
     busy_s: Sequence[float] = (),
 ) -> tuple[list[str], list[Task]]:
-    """Return the lanes of one replica, named by their stages, and what is done in each when;
-    nothing where that is not known.
+    """Simulate a pipeline's schedule: return the names of one replica's lanes, and the planned work
+    in them; nothing if the schedule is unknown.
 
     ranks: of each stage in the newest membership. engine: the newest one, which names the schedule.
     strategy: of one replica. num_rows: of its part of a batch. busy_s: how long each stage has
@@ -377,7 +377,7 @@ def planned_tasks(
 
 
 def _lane(ranks: Sequence[int], rank: int) -> str:
-    """Return the stages of a rank: "stage 1", or "stages 0, 2" if it takes turns at several."""
+    """Return the name of a rank's lane: "stage 1", or "stages 0, 2" if it has several stages."""
     return _name([stage for stage, its_rank in enumerate(ranks) if its_rank == rank])
 
 
@@ -386,8 +386,8 @@ def _name(stages: Sequence[int]) -> str:
 
 
 def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:
-    """Return when each action begins and ends, each as early as it can. lengths: of a forward pass,
-    by stage."""
+    """Simulate a schedule: return each action with its begin and end, each as early as possible.
+    lengths: of a forward pass, by stage."""
     needs = [(stage - 1,) if stage else () for stage in range(len(lengths))]
     needed_by = consumers(needs)
     done: dict[Action, float] = {}

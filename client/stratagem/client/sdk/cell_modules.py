@@ -1,4 +1,5 @@
-"""The cell magic `%%stratagem task.py`, which makes cells modules that travel with jobs.
+"""Provide the cell magic `%%stratagem task.py`, which turns notebook cells into modules that travel
+with jobs.
 
 `%load_ext stratagem.client` registers it. A cell becomes a file in a folder of this session, and is
 imported at once. A job that names a function of such a file has that folder as its `code`, unless
@@ -26,7 +27,7 @@ _COMPILED: Final = "__pycache__"
 
 
 class Shell(Protocol):
-    """The part of IPython's shell that is used here."""
+    """The part of IPython's shell that this module uses."""
 
     user_ns: dict[str, Any]
 
@@ -36,14 +37,13 @@ class Shell(Protocol):
 
 
 class CellModules:
-    """The modules that were made from the cells of one session."""
+    """The modules made from the notebook cells of one session."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
 
     def write(self, file: str, source: str) -> ModuleType:
-        """Write a module, and import it again together with the modules of the session that it
-        imports.
+        """Write a module, and import it anew, with the modules of the session that it imports.
 
         file: such as task.py or package/task.py. Raises what the cell raises.
         """
@@ -63,8 +63,8 @@ class CellModules:
         return importlib.import_module(file.removesuffix(".py").replace("/", "."))
 
     def code_of(self, job: JobSpec) -> CodeSpec | None:
-        """Return the code of a job: its own, or the folder of the cells if it names a function of
-        one."""
+        """Return the code to send with a job: its own, or the cells' folder if it names a function
+        there."""
         folder = self._folder
         if job.code is not None or folder is None:
             return job.code
@@ -82,11 +82,11 @@ class CellModules:
 
 
 cells: Final = CellModules()
-"""The modules of this process."""
+"""The modules made from cells in this process."""
 
 
 def register(shell: Shell) -> None:
-    """Register the magic with a shell, whose cells then are modules of this process."""
+    """Register the cell magic with a shell."""
 
     def stratagem(line: str, cell: str) -> None:
         """Make a module of this cell: %%stratagem task.py"""

@@ -22,7 +22,7 @@ _LEFT_OUT: Final = "__pycache__"
 
 
 def bundle_of(code: CodeSpec) -> bytes:
-    """Return the bundle of the folder that `code` names, relative to the current folder.
+    """Pack the folder that `code` names, relative to the current folder, as a bundle.
 
     Raises InvalidInputError for a folder that does not exist or holds no code, and LimitError,
     which names the largest files, before any file is read.
@@ -49,19 +49,19 @@ def bundle_of(code: CodeSpec) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Ignored:
-    """The rules of one .gitignore, for paths below its folder."""
+    """The rules of one .gitignore file, which apply to paths below its folder."""
 
     folder: Path
     rules: GitIgnoreSpec
 
     def verdict(self, path: Path, *, is_folder: bool) -> bool | None:
-        """Return whether the path is ignored; None if no rule matches it."""
+        """Return whether the rules ignore the path; None if no rule matches it."""
         name = path.relative_to(self.folder).as_posix()
         return self.rules.check_file(f"{name}/" if is_folder else name).include
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are not left out, including links to files."""
+    """Yield the files below a folder that belong in the bundle, including links to files."""
     above = list(_rules_above(folder))
     return _walk(folder, above)
 
@@ -87,13 +87,14 @@ def _walk(folder: Path, rules: Sequence[_Ignored]) -> Iterator[Path]:
 
 
 def _is_ignored(path: Path, rules: Sequence[_Ignored], *, is_folder: bool) -> bool:
-    """Return whether rules leave out a path; the nearest rules count first, as in git."""
+    """Return whether the rules ignore a path; the nearest .gitignore wins, as in git."""
     verdicts = (each.verdict(path, is_folder=is_folder) for each in reversed(rules))
     return next((verdict for verdict in verdicts if verdict is not None), False)
 
 
 def _rules_above(folder: Path) -> Iterator[_Ignored]:
-    """Yield the rules of the folders above, from the top of the repository, if there is one."""
+    """Yield the .gitignore rules of the folders above, from the top of the git repository down, if
+    there is one."""
     above = list(folder.parents)
     for depth, top in enumerate(chain([folder], above)):
         if (top / ".git").exists():

@@ -55,46 +55,46 @@ if TYPE_CHECKING:
 # A notice says once that calls wait for a coordinator: why, and for what.
 
 REPORTED_AFTER_S: Final = 1.0
-"""The time after which an outage is reported: a shorter one is a restart, or a change of leader."""
+"""The duration from which an outage is logged: a shorter one is a restart or a new leader."""
 
 
 _NO_ANSWERS: Final = frozenset(
     (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 )
-"""The codes with which gRPC itself reports that nobody answers."""
+"""The status codes of gRPC itself that mean that nobody answers."""
 
 
 @dataclass(slots=True)
 class SharedOutage:
-    """The state shared by all calls over a connection, so that one outage is reported once."""
+    """The outage state shared by all calls over a connection, so that an outage is logged once."""
 
     is_reported: bool = False
-    """It was reported that nobody answers; ends when a coordinator answers any call."""
+    """An outage was logged, and no call has been answered since."""
     refused: Counter[str] = field(default_factory=Counter)
-    """The reasons for which calls are being refused, with the number of calls for each; the first
-    call of each has reported it. Answers to other calls do not end a refusal."""
+    """The number of calls being refused, keyed by reason; the first call of each has logged it.
+    Answers to other calls do not end a refusal."""
     num_answers: int = 0
-    """The number of answers to any call."""
+    """The number of answers to any call so far."""
 
     def end(self) -> None:
-        """Note that a coordinator has answered."""
+        """Record that a coordinator has answered."""
         self.is_reported = False
         self.num_answers += 1
 
 
 @dataclass(slots=True)
 class OutageNotice:
-    """The notice of one call or stream: a context around it."""
+    """Context manager around one call or stream that logs outages and refusals, each once."""
 
     address: str
     outage: SharedOutage
     _since_s: float | None = field(default=None, init=False)
     _is_reported: bool = field(default=False, init=False)
-    """This call has reported that nobody answers."""
+    """This call has logged an outage."""
     _reasons: set[str] = field(default_factory=set, init=False)
     """The reasons for which this call was refused so far."""
     _met_after: int | None = field(default=None, init=False)
-    """The number of answers to all calls when the error that is being examined came."""
+    """The value of num_answers when the error being examined came."""
 
     def __enter__(self) -> Self:
         return self
@@ -108,24 +108,24 @@ class OutageNotice:
         self._end_refusal()
 
     def note_answer(self) -> None:
-        """Note that a coordinator has answered this call."""
+        """Record that a coordinator has answered this call."""
         self._since_s, self._is_reported = None, False
         self.outage.end()
         self._end_refusal()
 
     def note_error(self) -> None:
-        """Note that an error has come, before its meaning is known: until then a coordinator may
-        answer other calls, and their outage is over."""
+        """Record that an error came, before its cause is known: if other calls are answered until
+        then, the outage is over."""
         self._met_after = self.outage.num_answers
 
     def note_end(self, error: grpc.RpcError) -> None:
-        """Note the error that ends this call, which may be an answer."""
+        """Record the error that ends this call; an error of the coordinator is an answer."""
         if name_of(error) or error.code() not in _NO_ANSWERS:
             self.note_answer()
 
     def note_retry(self, error: grpc.RpcError, waits: str) -> None:
-        """Note an error after which the call is made again. An error that lasts is reported once,
-        and so is each reason of a refusal.
+        """Record an error after which the call is retried; log it if it has lasted, and each reason
+        of a refusal once.
 
         waits: until when, such as "for up to 60 s".
         """
@@ -140,7 +140,7 @@ class OutageNotice:
             log.warning("%s; trying again %s", self._text(error), waits)
 
     def _is_first(self, told: str, *, is_refusal: bool) -> bool:
-        """Return whether no call has reported this yet, and note that it is reported now."""
+        """Return whether no call has logged this message yet, and mark it as logged."""
         if not is_refusal:
             if self._is_reported:  # reported, though the outage may be over for others
                 return False
@@ -173,12 +173,12 @@ def _no_answer(address: str, details: str) -> str:
 
 CALL_TIMEOUT_S: Final = 30.0
 ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
-"""The timeout if another coordinator can be asked instead of a frozen one."""
+"""The timeout of a call if there are other coordinators to try."""
 SILENT_S: Final = 2.0
-"""The time after which each of several coordinators is asked if a stream has no news."""
+"""The time without a message after which a stream's coordinator, one of several, is checked."""
 STARTING_S: Final = 15.0
-"""The time allowed to an address that accepts connections and closes them, as Docker's does while a
-container does not listen yet or its coordinator has no lead yet."""
+"""The time allowed for startup to an address that accepts and closes connections, as Docker's does
+while a container does not listen yet or its coordinator has no lead yet."""
 _CLOSED: Final = ("Socket closed", "Connection reset by peer")
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
@@ -190,7 +190,7 @@ log = logging.getLogger("stratagem.client")
 
 
 class Connection:
-    """A channel to one coordinator, or to several of which one leads."""
+    """A connection to one coordinator, or to several of which one leads, that retries calls."""
 
     def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
         """Prepare a channel; it connects at the first call.
@@ -227,7 +227,7 @@ class Connection:
     async def call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:
-        """Make one unary call; every call of the service may be repeated."""
+        """Make one unary call, retried with backoff; all calls of the service are idempotent."""
         check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         began_s = time.monotonic()
@@ -254,7 +254,8 @@ class Connection:
                     return response
 
     async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
-        """Return how long, from its beginning, a call that met this error is repeated."""
+        """Return for how long after its begin a call that met this error is retried; 0 for not at
+        all."""
         await self._raise_identity_problem(error, asked)
         if _is_at_work(error):
             return math.inf  # it will answer when it is done
@@ -263,15 +264,15 @@ class Connection:
         return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
 
     async def greet(self) -> None:
-        """Make one cheap call, so that a wrong address is not mistaken for a coordinator that went
-        away."""
+        """Make one cheap call, which fails at once if the address is wrong: otherwise that would
+        look like an outage."""
         if not self._has_answered:
             await self.call(self.stub.ListWorkers, pb.ListWorkersRequest(page_size=1))
 
     async def follow(
         self, open_stream: Callable[[], grpc.aio.UnaryStreamCall[Request, Response]]
     ) -> AsyncIterator[Response]:
-        """Yield the messages of a stream, which is opened again if it is interrupted.
+        """Yield the messages of a stream, which is reopened if it is interrupted.
 
         open_stream is called for every attempt and knows from where to continue.
         """
@@ -308,8 +309,8 @@ class Connection:
         backoff: Backoff,
         notice: OutageNotice,
     ) -> None:
-        """Note that a coordinator follows, before there is news; earlier versions do not announce
-        it."""
+        """Record an answer when the stream is acknowledged, before any message; earlier versions do
+        not acknowledge."""
         with suppress(grpc.aio.AioRpcError):
             if has_begun(await stream.initial_metadata()):
                 self._has_answered = True
@@ -319,8 +320,9 @@ class Connection:
     async def _messages(
         self, stream: grpc.aio.UnaryStreamCall[Request, Response]
     ) -> AsyncIterator[Response]:
-        """Yield the messages of a stream. If there are several coordinators and the stream is
-        silent, its coordinator is called now and then: if it is frozen, the next one is tried."""
+        """Yield the messages of one stream. If there are several coordinators and the stream is
+        silent, its coordinator is checked now and then: if it is frozen, an error makes the caller
+        try the next one."""
         if not self._coordinators.are_several:
             async for message in stream:
                 yield message
@@ -341,14 +343,14 @@ class Connection:
 
     @property
     def stream_retry(self) -> Retry:
-        """Return the retry policy of the tensor streams, which repeat by themselves; call greet()
+        """Return the retry policy for tensor streams, which retry by themselves; call greet()
         first."""
         num_pauses = math.ceil(self._patience_s / MAX_PAUSE_S)
         return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
 
     def may_retry(self, error: grpc.aio.AioRpcError, asked: str) -> bool:
-        """Return whether to try again: the coordinator answered before and is away, or another may
-        lead."""
+        """Return whether a retry may succeed: the coordinator answered before and is away, or
+        another may lead."""
         code = error.code()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._coordinators.are_several:
             self._coordinators.move_on(asked)  # it is frozen
@@ -383,12 +385,12 @@ class Connection:
 
 
 def _is_at_work(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether a coordinator answers that it is working on the request."""
+    """Return whether the error says that the coordinator is still working on the request."""
     return name_of(error) == InProgressError.__name__
 
 
 def _is_starting(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether a server that is still starting closed the connection or has no leader yet."""
+    """Return whether the error comes from a server that is starting, or has no leader yet."""
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     reason = from_rpc_error(error)
@@ -403,13 +405,14 @@ def _is_starting(error: grpc.aio.AioRpcError) -> bool:
 # would never end. Such calls get an error at once, and do not disturb the parent process.
 
 _open: Final[WeakSet[object]] = WeakSet()
-"""The connections of this process."""
+"""The open connections of this process."""
 _parent: int | None = None
-"""The process that this one was forked from, if connections were open in it."""
+"""The id of the process from which this one was forked with open connections; None otherwise."""
 
 
 def is_lost() -> bool:
-    """Return whether this process was forked from one in which a client was open."""
+    """Return whether clients in this process are unusable, because it was forked while one was
+    open."""
     return _parent is not None
 
 

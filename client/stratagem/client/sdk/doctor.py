@@ -26,18 +26,18 @@ _WORKERS_SHOULD_AGREE: Final = ("python", "torch", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurements that findings are made from. Times are of this process's clock."""
+    """The measurements of client, coordinator and workers. Times are by this process's clock."""
 
     client: types_pb2.Environment
     answer: pb.DiagnoseResponse
     round_trip_s: float
     clock_offset_s: float
-    """The difference between the coordinator's clock and this one."""
+    """The coordinator's clock minus this one, in seconds."""
     now_s: float
 
 
 async def examine(address: str, proof: Proof) -> list[Finding]:
-    """Return all findings about the coordinator at an address, and its workers."""
+    """Measure the coordinator at an address and its workers, and return all findings."""
     own = environment_of(None, ("torch",), proof.tls)
     of_client = [
         *findings.certificate("client", own, time.time()),
@@ -71,7 +71,7 @@ def _no_answer(address: str, error: StratagemError) -> Finding:
 
 
 def judge(address: str, measured: Measured) -> Iterator[Finding]:
-    """Yield the findings that follow from the measurements; pure."""
+    """Yield the findings that follow from measurements; a pure function."""
     answer = measured.answer
     yield findings.connection(address, measured.round_trip_s, answer.term)
     yield from _versions(measured)
@@ -136,7 +136,7 @@ def _versions(measured: Measured) -> Iterator[Finding]:
 
 
 def _role(proof: Proof) -> Iterator[Finding]:
-    """Yield a finding about a certificate that is not a client's: every call with it is refused."""
+    """Yield a finding if the certificate is not a client's, with which every call is refused."""
     try:
         shown = None if proof.tls is None else proof.tls.read().cert_id
     except InvalidInputError:

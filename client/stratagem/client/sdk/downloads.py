@@ -1,4 +1,4 @@
-"""Write committed states and backups as files and folders, each of which appears completely and
+"""Download committed states and backups as files and folders, each of which appears completely and
 verified, or not at all."""
 
 import asyncio
@@ -32,7 +32,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 async def to_file(
     connection: Connection, run_id: RunId, which: str, path: Path, *, plain: bool = False
 ) -> Path:
-    """Write the state as a safetensors file, replacing an existing file.
+    """Download a state to a safetensors file, replacing an existing file.
 
     plain: only the model, under all names of its state_dict(); see model_files.py. The model of
     averaged parameters is always written so, because it is not a state.
@@ -55,7 +55,7 @@ async def to_file(
 async def to_folder(
     connection: Connection, run_id: RunId, which: str, path: Path, shard_bytes: int
 ) -> Path:
-    """Write the model, as `to_file` does with `plain`, as a new folder of files with an index."""
+    """Download the model, as `to_file` does with `plain`, to a new folder with an index."""
     with whole_folder(path) as files:
 
         def begin(manifest: Manifest, _header: bytes) -> Sink:
@@ -74,10 +74,8 @@ async def _verified(
     name: str,
     digest: str | None = None,
 ) -> None:
-    """Pull a state into the sink that `begin` makes of its manifest and of the header of its file.
-
-    Raises IntegrityError if the content has another digest than this, or than its manifest says.
-    """
+    """Pull a state into the sink that `begin` makes from its manifest and file header. Raises
+    IntegrityError unless the content has the given digest, or that of its manifest."""
     hashers: list[StateHasher] = []
 
     def accept(manifest: Manifest) -> Sink:
@@ -106,13 +104,15 @@ def _appending(file: BinaryIO, header: bytes) -> Sink:
 
 @dataclass(frozen=True, slots=True)
 class ExportedModel:
-    """A model that was exported for another program."""
+    """The result of exporting a model for another program."""
 
     path: Path
     difference: float
-    """The largest difference between its outputs and the model's; 0 for a form without code."""
+    """The largest difference between the exported model's outputs and the original's; 0 for a form
+    without code."""
     inputs: tuple[str, ...] = ()
-    """The inputs, such as "x float32[rows, 64]": all sizes but the number of rows are fixed."""
+    """The exported model's inputs, such as "x float32[rows, 64]": all sizes but the number of rows
+    are fixed."""
 
 
 async def export_model(
@@ -124,10 +124,7 @@ async def export_model(
     import_path: Sequence[Path],
     **asked: str,
 ) -> ExportedModel:
-    """Export the model for another program.
-
-    A separate process, with torch and the user's code, builds the model.
-    """
+    """Export a model for another program, in a separate process with torch and the user's code."""
     target = _free(path, is_file=asked["to"] != "hf")
     with temporary_folder("export") as own:
         state = own.path / "model.safetensors"
@@ -140,8 +137,8 @@ async def export_model(
 
 
 def _free(path: Path, *, is_file: bool) -> str:
-    """Return the absolute path. Raises InvalidInputError if it exists, or if no file can be made
-    there."""
+    """Return the absolute path of a new file or folder. Raises InvalidInputError if it exists, or
+    cannot be created."""
     if path.exists():
         raise InvalidInputError.at("path", f"{path} exists already; nothing was written")
     if is_file and not path.absolute().parent.is_dir():
@@ -151,7 +148,8 @@ def _free(path: Path, *, is_file: bool) -> str:
 
 
 async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> Path:
-    """Write a run's trace, replacing an existing file. An interrupted stream begins again."""
+    """Download a run's trace to a file, replacing an existing file. An interrupted stream begins
+    again."""
     request = pb.DownloadProfileRequest(run_id=run_id)
     with whole_file(path) as file:
 
@@ -168,7 +166,7 @@ async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> 
 
 
 async def pull_state(connection: Connection, run_id: RunId, which: str, accept: Accept) -> Manifest:
-    """Stream a state; an interrupted stream continues where it was cut."""
+    """Download a state to the destination that `accept` returns; resume after a cut."""
 
     def request(offset: int) -> pb.DownloadStateRequest:
         return pb.DownloadStateRequest(run_id=run_id, which=which, offset=offset)
@@ -197,18 +195,18 @@ async def pull_state(connection: Connection, run_id: RunId, which: str, accept: 
 
 @dataclass(frozen=True, slots=True)
 class BackupDone:
-    """A complete backup."""
+    """The result of a complete backup."""
 
     path: Path
     term: int
     journal_bytes: int
     num_blobs: int
     num_copied: int
-    """The number of blobs that the folder did not hold before."""
+    """The number of blobs copied because the folder did not hold them."""
 
 
 async def back_up(connection: Connection, folder: Path) -> BackupDone:
-    """Copy the journal and the states of this moment into a folder, which is made if missing."""
+    """Copy the journal and the states of this moment into a folder, which is created if missing."""
     _make(folder)
     await connection.greet()
     with whole_file(folder / "journal.sqlite", mode=0o600) as journal:
@@ -247,7 +245,7 @@ def _make(folder: Path) -> None:
 
 
 def _prune(folder: Path, digests: Collection[Digest]) -> None:
-    """Remove the blobs that only an earlier backup needed."""
+    """Remove the blobs of a backup that are not among these digests."""
     for path in (folder / "blobs").glob("*/*.safetensors"):
         if path.stem not in digests:
             path.unlink()

@@ -28,16 +28,16 @@ from stratagem.common.tensors.manifest import (
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _LARGEST: Final = 99_999
-"""The greatest number in the name of a file, which has five digits."""
+"""The largest number of a file, as names have five digits."""
 
 Shards = Sequence[Sequence[TensorSpec]]
 
 
 def shards_of(tensors: Sequence[TensorSpec], shard_bytes: int | None) -> Shards:
-    """Divide tensors, in their order, among files of at most shard_bytes of data each.
+    """Divide tensors, in order, among files of at most shard_bytes of data each; None: one file.
 
-    No tensor is split: a larger one has a file of its own. None: one file for all. Raises
-    InvalidInputError for more files than their names can number.
+    No tensor is split: a larger one has a file of its own. Raises InvalidInputError for more files
+    than their names can number.
     """
     shards: list[list[TensorSpec]] = []
     room = 0
@@ -54,13 +54,12 @@ def shards_of(tensors: Sequence[TensorSpec], shard_bytes: int | None) -> Shards:
 
 
 def shard_name(number: int, num_shards: int) -> str:
-    """Return the name of a file; the first number is 0."""
+    """Return the file name of a shard; numbers begin with 0."""
     return f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
 def index_text(shards: Shards) -> str:
-    """Return the index of the files as JSON: the file of each tensor, and the total number of
-    bytes."""
+    """Return the JSON index of the shards: the file of each tensor, and the total size."""
     names = [shard_name(number, len(shards)) for number in range(len(shards))]
     total = sum(tensor.size_bytes for shard in shards for tensor in shard)
     weight_map = {
@@ -70,7 +69,7 @@ def index_text(shards: Shards) -> str:
 
 
 class ShardFolder:
-    """A folder of files that is being written. One file is open at a time, so there may be many."""
+    """A folder of model files being written. One file is open at a time, so there may be many."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -78,14 +77,14 @@ class ShardFolder:
         self._names: Sequence[str] = ()
 
     def begin(self, shards: Shards) -> None:
-        """Write the index; the files follow."""
+        """Write the index, and create the empty files."""
         self._names = [shard_name(number, len(shards)) for number in range(len(shards))]
         for name in self._names:
             (self._folder / name).touch()
         (self._folder / INDEX_NAME).write_text(index_text(shards) + "\n", encoding="utf-8")
 
     def write(self, number: int, place: int, data: bytes | memoryview) -> None:
-        """Write into the file of this number, from this byte on."""
+        """Write data into the file of this number, at this byte offset."""
         if self._open is None or self._open[0] != number:
             self.close()
             self._open = number, (self._folder / self._names[number]).open("r+b")
@@ -99,7 +98,7 @@ class ShardFolder:
             self._open = None
 
     def sync(self) -> None:
-        """Return when everything is on the disk."""
+        """Flush all files and the folder to disk."""
         self.close()
         for path in (*self._folder.iterdir(), self._folder):
             descriptor = os.open(path, os.O_RDONLY)
@@ -111,7 +110,7 @@ class ShardFolder:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[ShardFolder]:
-    """Yield a new folder of files that appears at `path` if the block ends without an error.
+    """Context manager that yields a new folder, which appears at `path` if the block has no error.
 
     Raises InvalidInputError if `path` exists, and OSError that names `path`.
     """
@@ -147,13 +146,13 @@ def whole_folder(path: Path) -> Iterator[ShardFolder]:
 MODEL_PREFIX: Final = "model/"
 AVERAGE_PREFIX: Final = "average/"
 AVERAGE: Final = "average"
-"""The name of the model of averaged parameters, where a caller may also name a state."""
+"""The name by which callers ask for the averaged parameters instead of a state."""
 _FORMAT: Final = {"format": "pt"}
-"""The metadata by which readers recognize torch tensors."""
+"""The metadata that marks torch tensors in safetensors files."""
 
 
 class PlainModel:
-    """A sink for the bytes of a state that writes those of its model to files."""
+    """A sink for the bytes of a state that writes only the model's, to plain files."""
 
     def __init__(
         self,
@@ -164,8 +163,8 @@ class PlainModel:
         shard_bytes: int | None = None,
         begin: Callable[[Shards], None] = lambda _: None,
     ) -> None:
-        """Write the headers. write: puts bytes into the file of a number, from a byte on; begin: is
-        given the files before that. Raises InvalidInputError for a state without a model, or
+        """Write the headers of the files. write: writes bytes to a file number at an offset; begin:
+        is given the shards before that. Raises InvalidInputError for a state without a model, or
         without an average if that is wanted."""
         specs = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
         if not specs:
@@ -188,7 +187,7 @@ class PlainModel:
                 self._places[name].append((number, len(header) + target.offset))
 
     def write(self, offset: int, data: bytes) -> None:
-        """Write data of the state, from this byte on."""
+        """Write the state's data from this byte offset on."""
         rest = memoryview(data)
         while rest:
             tensor = self._stored[bisect_right(self._starts, offset) - 1]
@@ -205,9 +204,9 @@ def _plain(specs: Iterable[TensorSpec]) -> Manifest:
 
 
 def means_of(manifest: Manifest) -> dict[str, str]:
-    """Return the names of the averaged tensors by those of the model's, including tied ones.
+    """Return the averaged tensors' names, keyed by the model's tensor names, tied ones included.
 
-    None if the averages replace the parameters. Raises InvalidInputError for a state without an
+    Empty if the averages replace the parameters. Raises InvalidInputError for a state without an
     average.
     """
     first = {spec.name: spec.alias_of or spec.name for spec in manifest.tensors}

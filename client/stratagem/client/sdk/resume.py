@@ -31,7 +31,7 @@ _FINAL: Final = "final"
 
 
 async def resolve_initial(connection: Connection, job: JobSpec) -> tuple[JobSpec, str]:
-    """Return the job with `initial` as a digest, and a note for its author.
+    """Return the job with `initial` resolved to a digest, and a note for its author.
 
     Raises NotFoundError for a run, a state or a file that does not exist, and InvalidInputError for
     a file that is not a safetensors file.
@@ -99,7 +99,7 @@ MAY_CHANGE: Final = (
     *("strategy.options.partition_state", "strategy.options.mirror"),
     *("strategy.options.min_replicas", "strategy.options.upload_every"),
 )
-"""Fields that may differ, with all below them, unless they are in MUST_STAY."""
+"""Fields that a resumed job may change, with all fields below them, except those in MUST_STAY."""
 MUST_STAY: Final = {
     "optimizer.name": "the state holds what that optimizer keeps for each parameter",
     "optimizer.entrypoint": "the state holds what that optimizer keeps for each parameter",
@@ -112,16 +112,16 @@ MUST_STAY: Final = {
     "strategy": "it decides the bits of the steps",
 }
 _MAPPINGS: Final = ("strategy.options",)
-"""The fields that may be absent if everything in them has its default."""
+"""Fields that compare equal to a missing one if all values in them are defaults."""
 _COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
 _OVER_ALL: Final = ("linear", "cosine", "polynomial", "onecycle")
-"""Curves that end with the training, unless they have a length of their own."""
+"""Schedules that span the whole training, unless they have a length of their own."""
 _OTHERS: Final = "it decides the bits of the steps"
 
 
 def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
-    """Raise InvalidInputError for every field that differs from the job of the resumed run and must
-    not."""
+    """Raise InvalidInputError, which names every field that differs from the resumed run's job and
+    must not."""
     before = JobSpec.parse(earlier)
     changed = _changed(before.document(), job.document())
     violations = [each for each in map(_violation, changed) if each is not None]
@@ -133,7 +133,7 @@ def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
 
 
 def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
-    """Raise InvalidInputError for epochs that end no later than the commit that the job continues
+    """Raise InvalidInputError if the job's epochs end no later than the commit that it continues
     from.
 
     status: of the earlier run, whose epochs give the number of steps in one. If that job counted
@@ -152,8 +152,8 @@ def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
 
 
 def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
-    """Return a note about a learning rate whose schedule depends on the length of the training, if
-    that differs from the earlier run's; "" otherwise.
+    """Return a note if a learning-rate schedule spans the training, whose length has changed; else
+    "".
 
     status: of the earlier run. A schedule that was changed too needs no note.
     """
@@ -189,14 +189,14 @@ def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
 
 
 def _ends_with_all(schedule: ScheduleSpec) -> str:
-    """Return the name of the curve that ends with the training; "" for none."""
+    """Return the name of the schedule's curve if it ends with the training; else ""."""
     if schedule.name == "chain" and schedule.parts:
         return _ends_with_all(schedule.parts[-1])
     return schedule.name or "" if schedule.name in _OVER_ALL and schedule.steps is None else ""
 
 
 def _optimizers_of_groups(job: JobSpec) -> list[object]:
-    """Return the parameters with an optimizer of their own, and the kinds of these optimizers."""
+    """Return the groups with an optimizer of their own: which parameters, and which optimizer."""
     return [
         (group.match, group.max_dims, group.optimizer.label)
         for optimizer in job.optimizers().values()
@@ -208,8 +208,8 @@ def _optimizers_of_groups(job: JobSpec) -> list[object]:
 def carried_metrics(
     metrics: Mapping[str, float], earlier: JobSpec, job: JobSpec
 ) -> dict[str, float]:
-    """Return the metrics of a commit that the new run continues: those of a metric that it follows
-    as the earlier run did, and the skipped steps."""
+    """Return the metrics of a commit that carry over to the new run: the counters of early stopping
+    and plateaus that follow the same metric, and the skipped steps."""
     dropped = {
         f"{prefix}{name}"
         for prefix, of_job in (("stop.", _stops_by), ("plateau.", _falls_by))
@@ -241,7 +241,7 @@ def _falls_by(job: JobSpec) -> tuple[str, str] | None:
 def _changed(
     before: Mapping[str, JSON], after: Mapping[str, JSON], path: str = ""
 ) -> Iterator[str]:
-    """Yield the paths at which two documents differ; a list differs as a whole."""
+    """Yield the paths of the fields that differ in two documents; a list differs as a whole."""
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key), after.get(key)
         if old == new:
@@ -256,7 +256,7 @@ def _changed(
 
 
 def _violation(path: str) -> Violation | None:
-    """Return the violation of a changed field, if any; the rule with the longest matching path
+    """Return the violation for a changed field, or None; the rule with the longest matching path
     applies."""
     parts = path.split(".")
     for prefix in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 ASKING_S: Final = 5.0
-"""The longest wait for a status if the caller asked not to wait: the coordinator may be away."""
+"""The longest wait for a status if the caller asked not to wait, as the coordinator may be away."""
 
 
 class AsyncRun:
-    """A handle on one run of one coordinator, without any state of the run itself."""
+    """A handle on one run of a coordinator; it holds no state of the run itself."""
 
     def __init__(
         self, connection: Connection, run_id: RunId, note: str = "", *, created: bool = False

@@ -1,4 +1,5 @@
-"""Ask a process with torch and the user's code about a job; this process loads neither.
+"""Ask questions about a job in a subprocess that loads torch and the user's code; this process
+loads neither.
 
 The questions build the user's model, so `stratagem.tools.questions` answers them in a process of
 its own.
@@ -70,9 +71,9 @@ def parse_job(job: Job, inline: str | None = None) -> JobSpec:
 
 _PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.questions")
 _LONG_S: Final = 30.0
-"""The time after which it is reported what the process is doing; it doubles each time."""
+"""The time after which the user is told what the subprocess is doing; it doubles each time."""
 _PLACE_S: Final = 2.0
-"""The time that an interrupted caller waits to learn where the process was."""
+"""The time for which an interrupted caller waits to learn what the subprocess was doing."""
 _WHERE: Final = "where"
 NO_TORCH: Final = (
     "the model has to be built for this, and torch is not installed here; "
@@ -81,7 +82,7 @@ NO_TORCH: Final = (
 
 
 def import_folders(job: Job) -> tuple[Path, ...]:
-    """Return the folders with user code: the current folder, and that of the job file."""
+    """Return the default folders with user code: the current folder, and that of the job file."""
     folders = [Path.cwd()]
     if isinstance(job, str | PathLike):
         folders.append(Path(job).absolute().parent)
@@ -97,7 +98,7 @@ def ask(
     complain: Callable[[str], None] = lambda _: None,
     **asked: Any,
 ) -> dict[str, Any]:
-    """Return the answer to one question about a job; raises what the question raises.
+    """Answer one question about a job in a subprocess; raise what the question raises there.
 
     import_path: folders with the user's modules, by default the current folder and that of the job
     file. tell: is given findings before the answer. complain: is given sentences about what takes
@@ -129,8 +130,8 @@ def ask(
 def _exchange(
     request: str, tell: Callable[[Mapping[str, Any]], None], complain: Callable[[str], None]
 ) -> tuple[Mapping[str, Any] | None, int, str]:
-    """Return the answer of a process to a request, its exit code, and the last line of its
-    errors."""
+    """Run the subprocess with a request; return its reply, its exit code, and the last line of its
+    stderr."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(
@@ -160,7 +161,7 @@ def _exchange(
 
 
 def _read(source: IO[str], told: "SimpleQueue[str]") -> None:
-    """Pass on all lines of a process, then an empty one."""
+    """Put all lines of a subprocess into a queue, then an empty one at the end."""
     for line in source:
         told.put(line)
     told.put("")
@@ -179,7 +180,8 @@ def _replies(
     tell: Callable[[Mapping[str, Any]], None],
     complain: Callable[[str], None],
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the replies of a process; findings and places are passed on as they come."""
+    """Yield the replies of a subprocess; pass its findings to `tell` and its progress to
+    `complain`."""
     patience_s = _LONG_S
     while True:
         try:
@@ -201,7 +203,7 @@ def _replies(
 
 
 def _place_at_end(process: "subprocess.Popen[str]", told: "SimpleQueue[str]") -> str:
-    """Return a sentence about where a process that is being ended was."""
+    """Return a sentence about what a subprocess was doing when it was interrupted."""
     _write(process, _WHERE)
     until_s = time.monotonic() + _PLACE_S
     with suppress(Empty):
@@ -213,7 +215,7 @@ def _place_at_end(process: "subprocess.Popen[str]", told: "SimpleQueue[str]") ->
 
 
 def _words(message: Mapping[str, str]) -> str:
-    """Return what a process is doing, and where."""
+    """Format what a subprocess is doing, and where in the code."""
     place = message["place"]
     doing = f"at {message['at']}" if message["at"] else "at work"
     return f"{doing} ({place})" if place else doing
@@ -340,7 +342,7 @@ def recommend(
 def resolve_parallelism(
     job: JobSpec, workers: Sequence[Worker], import_path: Sequence[Path] = ()
 ) -> tuple[JobSpec, str]:
-    """Return the job with the strategy that `execution.parallelism` means for these workers, and
+    """Return the job with the strategy that `execution.parallelism` chooses for these workers, and
     the reason."""
     match job.execution.parallelism:
         case "None":
@@ -357,7 +359,7 @@ def resolve_parallelism(
 
 
 def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """Return the live workers, in order of name, in the form that the process with torch takes."""
+    """Return the live workers, sorted by name, in the form that the subprocess takes."""
     return [
         {
             "worker_id": worker.worker_id,
@@ -372,7 +374,8 @@ def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
 
 
 def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
-    """Return an evaluation over all workers: they exchange nothing, so each one makes it faster."""
+    """Distribute an evaluation over all workers, which exchange nothing; return the job and the
+    reason."""
     chosen: strategies.Strategy = strategies.Local()
     reason = "Local: there is one worker"
     if num_workers > 1:
@@ -393,7 +396,7 @@ def _to_estimate(answer: Mapping[str, Any]) -> MemoryEstimate:
 
 _CHECK: Final = "check"
 _NUM_NAMES: Final = 5
-"""The most workers that a finding lists."""
+"""The largest number of workers that a finding lists."""
 
 
 def check_job(
@@ -448,7 +451,7 @@ def check_job(
 
 
 def finding_in(message: Mapping[str, Any]) -> Finding:
-    """Return the finding in a message of a process."""
+    """Decode a finding from a message of the subprocess."""
     return Finding(**{**message, "level": Level(message["level"])})
 
 
@@ -466,7 +469,7 @@ def _refused(violations: Iterable[Violation]) -> Iterator[Finding]:
 
 
 def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
-    """Yield findings about whether the cluster has workers that fit the job."""
+    """Yield findings on whether the cluster has the workers that the job needs."""
     alive = sorted((w for w in workers if w.is_alive), key=lambda worker: worker.worker_id)
     waits = "the run waits for one, up to placement_timeout_s"
     if not alive:
@@ -487,7 +490,7 @@ def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
 
 
 def _of_code(spec: JobSpec, alive: Sequence[Worker]) -> Iterator[Finding]:
-    """Yield findings about whether workers accept the code that travels with the job."""
+    """Yield findings on whether workers accept the code that travels with the job."""
     if spec.code is None:
         return
     refusing = [worker.worker_id for worker in alive if worker.code_policy == "none"]
@@ -510,7 +513,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _partitions(strategy: Strategy, field: str) -> Iterator[tuple[str, Partition]]:
-    """Yield the partitions of the pipeline that the strategy or its replicas are, with fields."""
+    """Yield (field, partition) for a pipeline, which is the strategy or each of its replicas."""
     if isinstance(strategy, ModelParallel):
         for place, partition in enumerate(strategy.partitions):
             yield f"{field}.partitions[{place}]", partition

@@ -21,7 +21,7 @@ from stratagem.common.tensors.torch_codec import allocate, element_type, manifes
 async def to_state_dict(
     connection: Connection, run_id: RunId, which: str
 ) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers under the model's own names, without the optimizer's state."""
+    """Download a state and return the model's state_dict, without the optimizer's state."""
     tensors: dict[str, torch.Tensor] = {}
     means: dict[str, str] = {}
 
@@ -40,7 +40,7 @@ async def to_state_dict(
 
 
 def pack_tensors(named: Mapping[str, Any]) -> tuple[Manifest, list[memoryview]]:
-    """Return tensors, and arrays in native order, as a manifest and their bytes."""
+    """Return the manifest and the bytes of tensors, or arrays in native byte order."""
     tensors = {
         name: value if isinstance(value, torch.Tensor) else _tensor(value)
         for name, value in named.items()
@@ -51,6 +51,6 @@ def pack_tensors(named: Mapping[str, Any]) -> tuple[Manifest, list[memoryview]]:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return an array as a tensor; torch knows some of its types by name only."""
+    """Convert an array to a tensor; torch knows some element types by name only."""
     flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
     return flat.view(torch_dtype(array.dtype.name)).reshape(array.shape)

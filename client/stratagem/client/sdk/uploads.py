@@ -43,7 +43,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class PackedData:
-    """Data ready to be sent; the buffers are the caller's own memory where possible."""
+    """Inline data ready to upload; the buffers are the caller's own memory where possible."""
 
     manifest: Manifest
     buffers: list[memoryview]
@@ -54,7 +54,8 @@ class PackedData:
 
 
 def pack(data: InlineData) -> PackedData:
-    """Return the splits as one blob. Raises InvalidInputError that names what cannot be sent."""
+    """Pack the splits of inline data as one blob. Raises InvalidInputError that names what cannot
+    be sent."""
     named = {
         name: value if _is_torch(value) else _plain(name, value) for name, value in _named(data)
     }
@@ -70,14 +71,14 @@ def pack(data: InlineData) -> PackedData:
 
 
 async def upload(connection: Connection, packed: PackedData) -> None:
-    """Store the blob with the coordinator, unless it has it already."""
+    """Upload the blob to the coordinator, unless the coordinator has it already."""
     await send(connection, packed.manifest, packed.buffers)
 
 
 async def send(
     connection: Connection, manifest: Manifest, content: Source | Sequence[memoryview]
 ) -> None:
-    """Send a blob whose manifest has its digest to the coordinator, as `upload` does."""
+    """Upload a blob whose manifest has its digest, as `upload` does."""
     await connection.greet()
     header = pb.UploadDataHeader(digest=manifest.digest, manifest=to_proto(manifest))
     await push(
@@ -90,7 +91,7 @@ async def send(
 
 
 async def resolve_code(connection: Connection, job: JobSpec) -> JobSpec:
-    """Upload the job's code, or the notebook cells that it names, and return the job with its
+    """Upload the job's code, or the notebook cells that it uses; return the job with the code's
     digest."""
     code = cells.code_of(job)
     if code is None or code.digest is not None:
@@ -134,7 +135,7 @@ def _is_torch(value: object) -> bool:
 
 
 def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, list[memoryview]]:
-    """Return arrays as a manifest and their bytes, largest elements first as in torch_codec, so
+    """Return the manifest and the bytes of arrays, largest elements first as in torch_codec, so
     that equal data have equal digests."""
     ordered = sorted(named.items(), key=lambda item: -item[1].itemsize)
     triples = ((name, array.dtype.name, array.shape) for name, array in ordered)
@@ -143,6 +144,6 @@ def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, l
 
 
 def _plain(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array in little endian and C order."""
+    """Convert an array to little endian and C order."""
     dtype_named(array.dtype.name, f"data.{name}")
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))

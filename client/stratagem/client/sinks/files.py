@@ -22,7 +22,7 @@ COLUMNS: Final = ("party", "series", "step", "last", "min", "max", "count", "non
 
 
 class _LineFile:
-    """A file of lines."""
+    """Base of sinks that append lines to one file."""
 
     begin: ClassVar[bytes] = b""
 
@@ -63,7 +63,7 @@ class _LineFile:
 
 
 class CsvSink(_LineFile):
-    """A CSV file in long form; other than finite values are written as nan, inf or -inf."""
+    """A sink that writes a long-form CSV file; values that are not finite are nan, inf or -inf."""
 
     begin = (",".join(COLUMNS) + "\n").encode()
 
@@ -81,7 +81,7 @@ class CsvSink(_LineFile):
 
 
 class JsonLinesSink(_LineFile):
-    """A file with a JSON object per row or event; values that are not finite are null."""
+    """A sink that writes a JSON object per row or event; values that are not finite are null."""
 
     def _lines(self, block: RowBlock) -> Iterator[str]:
         for row in _rows(block):
@@ -108,7 +108,7 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a field of CSV (RFC 4180)."""
+    """Quote a text as a CSV field (RFC 4180)."""
     if any(each in text for each in ',"\r\n'):
         return '"' + text.replace('"', '""') + '"'
     return text
@@ -128,8 +128,9 @@ MAX_FLOAT: Final = 3.4028234663852886e38
 
 
 class TensorBoardSink:
-    """A folder for TensorBoard, with one folder per run. A row is a point at its last step; if rows
-    stand for several steps, the least and the greatest value are curves of their own."""
+    """A sink that writes TensorBoard event files, in a folder per run. A row is a point at its last
+    step; if rows stand for several steps, the least and the greatest value are curves of their
+    own."""
 
     def __init__(self, target: str) -> None:
         self._root = Path(target)
@@ -182,7 +183,7 @@ class TensorBoardSink:
 
 
 def frame(data: bytes) -> bytes:
-    """Return data as one record of an event file."""
+    """Frame data as one record of an event file, with length and checksums."""
     length = struct.pack("<Q", len(data))
     return b"".join((length, _masked_crc(length), data, _masked_crc(data)))
 
@@ -194,7 +195,7 @@ def _masked_crc(data: bytes) -> bytes:
 
 
 def _event(wall_s: float, step: int, rest: bytes) -> bytes:
-    """Return an Event: wall_time = 1 (double), step = 2 (int64), and one more field."""
+    """Encode an Event message: wall_time = 1 (double), step = 2 (int64), and one more field."""
     return b"\x09" + struct.pack("<d", wall_s) + b"\x10" + _varint(step) + rest
 
 

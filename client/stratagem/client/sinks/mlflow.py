@@ -15,7 +15,7 @@ from stratagem.client.course.views import Event
 from stratagem.client.sinks.sink import Cursor, RowBlock, SinkRun, values_of
 
 MAX_METRICS: Final = 1000
-"""The most metrics of one call, a limit of MLflow's servers."""
+"""The largest number of metrics per call, a limit of MLflow's servers."""
 RUN_TAG: Final = "stratagem.run"
 CURSOR_TAG: Final = "stratagem.cursor"
 

@@ -1,4 +1,4 @@
-"""Bring the history of a run to sinks, each from a thread of its own.
+"""Feed the history of a run to sinks, each from a thread of its own.
 
 New data wake the thread, which fetches what the sink lacks. Nothing is queued, and a slow or
 failing sink delays neither the run nor other sinks. A failed sink is opened again and continues
@@ -27,16 +27,16 @@ KINDS: Final = (
     *("SegmentFinished", "SegmentCommitted", "Evaluated", "RoundClosed", "GenerationClosed"),
     *("RunCompleted", "StoppedEarly", "RunFailed", "RunCancelled"),
 )
-"""The kinds of events that sinks get."""
+"""The kinds of events that sinks receive."""
 INTERVAL_S: Final = 1.0
-"""The shortest time between two writes to a sink."""
+"""The shortest time between two updates of a sink."""
 FIRST_PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 60.0
-"""The longest pause between attempts to write to a failing sink."""
+"""The longest backoff between attempts at a failing sink."""
 
 
 class FollowedHandle(Protocol):
-    """The methods of a RunHandle that an outlet uses."""
+    """The part of a RunHandle that an outlet uses."""
 
     def status(self) -> RunStatus: ...
 
@@ -50,7 +50,7 @@ class FollowedHandle(Protocol):
 
 
 def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) -> Cursor:
-    """Bring a sink everything that it lacks, and return its new cursor.
+    """Send a sink all events and rows that it lacks, and return its new cursor.
 
     is_whole: the run has ended; otherwise steps that share a row with later ones are left out.
     """
@@ -78,15 +78,14 @@ def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) ->
 
 
 def _goes_back(event: Event, cursor: Cursor) -> bool:
-    """Return whether steps that the sink has are trained again after this event."""
+    """Return whether this event makes the run repeat steps that the sink already has."""
     if event.kind != "RunResumed" or event.payload.get("from_segment") is None:
         return False
     return max(cursor.steps.values(), default=0) > int(event.payload.get("step") or 0)
 
 
 def _first_step(cursor: Cursor) -> int:
-    """Return the first step whose rows may be missing: after the last one of the party that is
-    least far."""
+    """Return the first step of which rows may be missing, for the party that is furthest behind."""
     by_party: dict[str, int] = {}
     for name, step in cursor.steps.items():
         party = name.rpartition("/")[0]
@@ -110,8 +109,8 @@ class Outlet:
     def __init__(
         self, name: str, sink: Sink, run: FollowedHandle, complain: Callable[[str], None]
     ) -> None:
-        """Start the thread. name: as the user wrote it. complain: is told of the first failure, and
-        of a refusal, after which nothing is tried again."""
+        """Start the thread. name: as the user wrote it. complain: is given the first failure, and a
+        refusal, after which nothing is tried again."""
         self.is_refused = False
         self._name, self._sink, self._run, self._complain = name, sink, run, complain
         self._cursor: Cursor | None = None
@@ -121,7 +120,7 @@ class Outlet:
         self._thread.start()
 
     def wake(self) -> None:
-        """Announce new data."""
+        """Tell the thread that there are new data."""
         self._woken.set()
 
     def finish(self) -> str:
@@ -192,25 +191,27 @@ def _described(status: RunStatus) -> SinkRun:
 
 
 def sinks_of(texts: Iterable[str]) -> dict[str, Sink]:
-    """Return the sinks that a command was given. Raises InvalidInputError for an unknown sink."""
+    """Make the sinks named on a command line, keyed by their text. Raises InvalidInputError for an
+    unknown sink."""
     return {text: sink_of(text) for text in texts}
 
 
 class LogOutlets:
-    """The sinks of one run; leaving the context writes everything, or reports what is missing."""
+    """Context manager with an outlet for each sink of a run; on exit it sends the rest, or reports
+    what is missing."""
 
     def __init__(
         self, run: RunHandle, sinks: Mapping[str, Sink], complain: Callable[[str], None]
     ) -> None:
-        """Start an outlet for each sink. sinks: by the text that names each. complain: shows the
-        user a sentence."""
+        """Start an outlet for each sink. sinks: keyed by the text that names each. complain: shows
+        the user a sentence."""
         self._run_id, self._complain = run.run_id, complain
         self._outlets = {text: Outlet(text, sink, run, complain) for text, sink in sinks.items()}
         self.problems: dict[str, str] = {}
-        """The reason why a sink is incomplete, by its text."""
+        """The reason why a sink is incomplete, keyed by the sink's text."""
 
     def take(self, item: Event | Progress) -> Event | Progress:
-        """Wake the sinks if an item brings them something new, and return the item."""
+        """Wake the sinks if an item is new to them, and return the item."""
         if isinstance(item, Event) and item.kind in KINDS:
             for outlet in self._outlets.values():
                 outlet.wake()

@@ -1,4 +1,5 @@
-"""Define the contract of a sink, which takes the rows and events of a run and records its progress.
+"""Define the interface of a sink, which receives the rows and events of a run and remembers how far
+it got.
 
 A package offers a sink as an entry point in the group `stratagem.sinks`: a callable that is given
 the text behind the name. For "tensorboard:DIR" the class `TensorBoardSink` is called with "DIR".
@@ -24,7 +25,7 @@ GROUP: Final = "stratagem.sinks"
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """The run that a sink records."""
+    """The identity of the run that a sink records."""
 
     run_id: str
     name: str
@@ -35,42 +36,42 @@ class SinkRun:
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """The rows of one series, in order of step."""
+    """A block of rows of one series, sorted by step."""
 
     party: str
-    """The party whose steps they are; "" is the whole run."""
+    """The party whose steps the rows describe; "" is the whole run."""
     series: str
     stride: int
-    """The most steps that a row stands for."""
+    """The largest number of steps that one row stands for."""
     observed: bool
     """The values depend on clocks and machines: two runs of one job differ in them."""
     columns: Columns
 
     @property
     def name(self) -> str:
-        """Return the name of the series among those of all parties."""
+        """Return the unique name of the series: with the party, unless that is the whole run."""
         return f"{self.party}/{self.series}" if self.party else self.series
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The part of a run that a sink has."""
+    """The position up to which a sink has the history of a run."""
 
     event_index: int = -1
-    """The index of the last event."""
+    """The index of the last event that the sink has; -1 for none."""
     steps: Mapping[str, int] = field(default_factory=dict)
-    """The last step by name of series."""
+    """The last step that the sink has, keyed by series name."""
     size: int = 0
-    """The size in bytes of a sink that is a file."""
+    """The size in bytes at the cursor, if the sink is a file."""
 
 
 class Sink(Protocol):
-    """A destination for the history of runs, called from one thread. Any exception is reported to
+    """A destination for the history of a run, called from one thread. Any exception is reported to
     the user, and the sink is opened again."""
 
     def open(self, run: SinkRun) -> Cursor:
-        """Return the cursor of the run, and drop everything behind it. Raises InvalidInputError if
-        the target cannot hold the run."""
+        """Return the sink's cursor for the run, and drop any data behind the cursor. Raises
+        InvalidInputError if the target cannot hold the run."""
         ...
 
     def restart(self) -> Cursor:
@@ -79,15 +80,15 @@ class Sink(Protocol):
         ...
 
     def rows(self, block: RowBlock) -> None:
-        """Take rows; each step of a series comes once, and in order."""
+        """Write rows; each step of a series comes once, and in order."""
         ...
 
     def fact(self, event: Event) -> None:
-        """Take an event; each comes once, and in order."""
+        """Write an event; each comes once, and in order."""
         ...
 
     def keep(self, cursor: Cursor) -> None:
-        """Make everything durable that has come, then the cursor."""
+        """Make all data so far durable, then the cursor."""
         ...
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class Sink(Protocol):
 
 
 def values_of(event: Event) -> tuple[int, dict[str, float]]:
-    """Return the numbers that an event adds to those of the steps, and its step or round.
+    """Return the step or round of an event, and the numbers in it that the step history lacks.
 
     These are numbers of evaluations, of a federation's rounds, and of a population's best member.
     """
@@ -127,12 +128,12 @@ def values_of(event: Event) -> tuple[int, dict[str, float]]:
 
 
 def cursor_path(target: Path, run_id: str) -> Path:
-    """Return the path of a run's cursor, beside its file or folder."""
+    """Return the path of the cursor file of a run, beside the sink's file or folder."""
     return target.with_name(f".stratagem-{run_id}-{target.name}.json")
 
 
 def read_cursor(path: Path) -> Cursor | None:
-    """Return the cursor; None if no valid one exists."""
+    """Read a cursor file; None if no valid one exists."""
     try:
         kept = json.loads(path.read_text())
         steps = {str(name): int(step) for name, step in kept["steps"].items()}
@@ -142,7 +143,7 @@ def read_cursor(path: Path) -> Cursor | None:
 
 
 def write_cursor(path: Path, cursor: Cursor) -> None:
-    """Replace the cursor, completely or not at all."""
+    """Replace a cursor file atomically."""
     text = json.dumps(
         {"event_index": cursor.event_index, "steps": dict(cursor.steps), "size": cursor.size}
     )
@@ -160,11 +161,11 @@ def write_cursor(path: Path, cursor: Cursor) -> None:
 
 
 class GrowingFile:
-    """The file of one run. Everything up to its cursor is complete."""
+    """A file to which one run is appended, cut back to its cursor when it is opened again."""
 
     def __init__(self, path: Path, run: SinkRun, begin: bytes = b"") -> None:
-        """Open the file. begin: the bytes that every file begins with. Raises InvalidInputError for
-        another program's file."""
+        """Open the file. begin: the header that every such file begins with. Raises
+        InvalidInputError for another program's file."""
         self._path, self._begin = path, begin
         self._cursor_path = cursor_path(path, run.run_id)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ class GrowingFile:
             self.write(begin)
 
     def restart(self) -> Cursor:
-        """Begin anew, and return the cursor of an empty file."""
+        """Truncate the file to its header, and return the empty cursor."""
         self.cursor = Cursor()
         write_cursor(self._cursor_path, self.cursor)
         self._file.truncate(0)
@@ -193,7 +194,7 @@ class GrowingFile:
         self._file.write(data)
 
     def keep(self, cursor: Cursor) -> None:
-        """Flush the file, then write the cursor with its present size."""
+        """Flush the file to disk, then write the cursor with the file's size."""
         self._file.flush()
         os.fsync(self._file.fileno())
         size = os.fstat(self._file.fileno()).st_size
@@ -216,7 +217,8 @@ def sink_names() -> list[str]:
 
 
 def sink_of(text: str) -> Sink:
-    """Return the sink that NAME:TARGET names. Raises InvalidInputError if there is none."""
+    """Make the sink that NAME:TARGET describes. Raises InvalidInputError if there is none of this
+    name."""
     name, _, target = text.partition(":")
     found = entry_points(group=GROUP, name=name)
     if not found:

@@ -17,10 +17,10 @@ from stratagem.client.sinks.sink import sink_names
 from stratagem.common.identity.tls import tls_files
 
 PATIENCE_S: Final = 0.3
-"""The time for a coordinator to answer; without an answer no ids are offered."""
+"""The time given to a coordinator to answer; without an answer, no run ids are completed."""
 PROGRAM: Final = "stratagem"
 VARIABLE: Final = "_STRATAGEM_COMPLETE"
-"""The variable that a shell sets to ask for completions."""
+"""The environment variable by which a shell asks for completions."""
 
 
 EVENT_KINDS: Final = (
@@ -38,7 +38,7 @@ EVENT_KINDS: Final = (
     *("RunReleased", "RunResumed", "RunSubmitted", "SegmentCommitted", "SegmentFinished"),
     *("StoppedEarly", "UpdateReceived", "UpdateRejected", "UpdatesJudged"),
 )
-"""The kinds that are offered; a coordinator may know others."""
+"""The event kinds that are completed; a coordinator may know others."""
 
 
 class ShellName(StrEnum):
@@ -67,23 +67,23 @@ def completion(
 
 
 def answer_shells() -> None:
-    """Let the program complete a line if a shell has asked for it."""
+    """Make the program print completions and exit if a shell has asked for them."""
     if VARIABLE in os.environ:
         of_typer.completion_init()  # type: ignore[attr-defined]
 
 
 def event_kinds(incomplete: str) -> list[str]:
-    """Return the kinds of events that begin with this text."""
+    """Return the event kinds that begin with the incomplete word."""
     return [kind for kind in EVENT_KINDS if kind.startswith(incomplete)]
 
 
 def sink_forms(incomplete: str) -> list[str]:
-    """Return the names of sinks that begin with this text, each with a colon."""
+    """Return the sink names that begin with the incomplete word, each with a colon."""
     return [form for name in sink_names() if (form := f"{name}:").startswith(incomplete)]
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the ids of runs that begin with this text, newest first."""
+    """Return the run ids that begin with the incomplete word, newest first."""
     with suppress(Exception):
         return asyncio.run(asyncio.wait_for(_run_ids(context, incomplete), PATIENCE_S))
     return []

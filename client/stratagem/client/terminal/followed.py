@@ -1,4 +1,4 @@
-"""The state of a followed run: the newest values from its items.
+"""Track the newest values of a followed run, from its items.
 
 Pure: folds the items of `watch`, in order; has neither clock nor terminal.
 """
@@ -11,56 +11,58 @@ from stratagem.client.course.rounds import RoundsFolding
 from stratagem.client.course.views import Event, Phase, Progress, RunStatus, number, numbers
 
 MOST_ROUNDS: Final = 8
-"""The number of rounds that are kept: a late update counts in one of the next rounds."""
+"""The number of newest rounds to keep: a late update counts in one of the next rounds."""
 TRAINING: Final = "train."
-"""The prefix of metrics of a step; those of a finished segment are in its history."""
+"""The prefix of training metrics; those of a finished segment are in the step history."""
 
 
 @dataclass(slots=True)
 class Generations:
-    """The generations of a population so far."""
+    """The state of a population's generations so far."""
 
     num_closed: int = 0
     scored: set[str] = field(default_factory=set)
-    """The members that have committed a state in the open generation, by path."""
+    """The paths of the members that have committed a state in the open generation."""
     best: float | None = None
     best_member: int | None = None
     num_copied: int = 0
-    """The number of members that copied another one at the end of the last generation."""
+    """The number of members replaced by copies at the end of the last generation."""
 
 
 @dataclass(slots=True)
 class FollowedRun:
-    """The state of a run according to its items so far."""
+    """The newest values of a run, updated by its items."""
 
     run_id: str
     name: str = ""
     strategy: str = ""
-    """The name of the strategy as users see it; it decides what the run counts."""
+    """The short name of the strategy, which decides what the run counts: steps, rounds or
+    generations."""
     scored_by: str = ""
-    """The metric that decides which state is best, such as "test.accuracy"."""
+    """The metric that decides which state is the best one, such as "test.accuracy"."""
     phase: Phase = Phase.PENDING
     sentence: str = ""
-    """The reason for the run's phase, or what it waits for."""
+    """The reason for the run's phase, or for its wait."""
     is_waiting: bool = False
     step: int = 0
     num_steps: int = 0
     committed: int = 0
-    """The number of steps of the newest commit."""
+    """The step of the newest commit."""
     segment: int = 0
     num_segments: int = 0
     loss: float | None = None
-    """The loss of the newest step that progress has reported."""
+    """The loss of the newest reported step."""
     mean_loss: float | None = None
     """The mean loss over the steps of the newest finished segment."""
     latest: Progress | None = None
-    """The newest progress of the open segment."""
+    """The newest progress; None if it no longer applies."""
     is_private: bool = False
-    """Its clients report no loss, which would reveal something about each of them."""
+    """The run is private: its clients report no loss, which would reveal something about each of
+    them."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the newest evaluation."""
     evaluated: int = 0
-    """The segment or round of that evaluation."""
+    """The segment or round of the newest evaluation."""
     rounds: RoundsFolding = field(default_factory=lambda: RoundsFolding(most=MOST_ROUNDS))
     """The rounds of a federation."""
     has_news: bool = False
@@ -69,11 +71,11 @@ class FollowedRun:
     num_members: int = 0
     """The number of members of a population."""
     _told: int = 0
-    """The newest evaluation at the close of the last round."""
+    """The value of `evaluated` at the close of the last round."""
 
     @classmethod
     def of(cls, status: RunStatus) -> "FollowedRun":
-        """Return a run of which only the status is known yet."""
+        """Make the state of a run of which only the status is known yet."""
         evaluation = status.job.get("evaluation") or {}
         best = evaluation.get("best") or ""
         return cls(
@@ -96,11 +98,11 @@ class FollowedRun:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether the run has begun to count."""
+        """Return whether any step, segment, round or generation has been counted."""
         return bool(self.step or self.segment or self.rounds.number or self.generations.scored)
 
     def update(self, item: Event | Progress) -> None:
-        """Fold one item."""
+        """Update the state by the next item of the run."""
         match item:
             case Progress() if item.reason:
                 self.sentence, self.is_waiting, self.latest = item.reason, True, None
@@ -182,6 +184,6 @@ _FOLDS: Final[Mapping[str, Callable[[FollowedRun, Mapping[str, Any]], None]]] = 
 
 
 def evaluations_in(payload: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an evaluation in a fact."""
+    """Return the evaluation metrics in an event's payload."""
     found = numbers(payload.get("metrics"))
     return {name: value for name, value in found.items() if not name.startswith(TRAINING)}

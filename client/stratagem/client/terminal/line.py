@@ -34,21 +34,21 @@ MAX_BAR_CELLS: Final = 12
 MIN_BAR_CELLS: Final = 4
 MIN_NAME_CELLS: Final = 6
 QUIET_PHASES: Final = ("", "TRAINING")
-"""The phases of a strategy that are not shown."""
+"""The strategy phases that the line does not show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A part of the line."""
+    """One field of the status line."""
 
     text: str
     stays: bool = False
-    """The field is left out only after all others."""
+    """The field is dropped last if the line is too long."""
     style: str = ""
 
 
 def live_line(run: FollowedRun, width: int) -> Text:
-    """Return the line about a run with its bar, at most this many cells wide."""
+    """Return the status line of a run with a progress bar, at most `width` cells wide."""
     title = printable(run.name or run.run_id, is_line=True)
     fields = [Field(title, stays=True, style="bold"), *_fields(run)]
     done = fraction(run)
@@ -73,14 +73,14 @@ def live_line(run: FollowedRun, width: int) -> Text:
 
 
 def plain_line(run: FollowedRun) -> str:
-    """Return the complete line about a run with its id, for outputs that are not a terminal."""
+    """Return the full status line of a run with its id, for outputs that are not a terminal."""
     done = fraction(run) if _is_counting(run) else None
     parts = [run.run_id, "" if done is None else _percent(done)]
     return SEPARATOR.join([*filter(None, parts), *(field.text for field in _fields(run))])
 
 
 def fraction(run: FollowedRun) -> float | None:
-    """Return the share of the run that is done, from 0 to 1; None if it is not known."""
+    """Return the progress of the run, from 0 to 1; None if it is unknown."""
     if run.is_federated or run.is_population:
         done, amount = run.segment, run.num_segments
     elif run.num_steps:
@@ -91,7 +91,7 @@ def fraction(run: FollowedRun) -> float | None:
 
 
 def count_text(run: FollowedRun) -> str:
-    """Return the count of a run: "round 7/30", "generation 5/20" or "step 143/212"."""
+    """Format the progress of a run: "round 7/30", "generation 5/20" or "step 143/212"."""
     if run.is_federated:
         return _of("round", run.rounds.number or run.segment, run.num_segments)
     if run.is_population:
@@ -102,7 +102,7 @@ def count_text(run: FollowedRun) -> str:
 
 
 def epoch_text(latest: Progress | None) -> str:
-    """Return the pass over the rows that the run is in, as "epoch 4/5"."""
+    """Format the current epoch, as "epoch 4/5"; "" if it is unknown."""
     if latest is None or latest.epoch <= 0 or not latest.step:
         return ""
     total = latest.epoch * latest.num_steps / latest.step
@@ -110,7 +110,7 @@ def epoch_text(latest: Progress | None) -> str:
 
 
 def clients_text(run: FollowedRun) -> str:
-    """Return the outcomes of the round's clients: "31 of 40 done, 2 late, 1 rejected"."""
+    """Format the outcomes of the round's clients: "31 of 40 done, 2 late, 1 rejected"."""
     newest = run.rounds.newest
     own = [each for each in newest.clients if not each.staleness] if newest else []
     if not newest or not own:
@@ -129,7 +129,7 @@ def clients_text(run: FollowedRun) -> str:
 
 
 def best_text(run: FollowedRun) -> str:
-    """Return the score of the best member of a population: "best 0.94 (member 3)"."""
+    """Format the score of a population's best member: "best 0.94 (member 3)"; "" if unknown."""
     generations = run.generations
     if generations.best_member is None:
         return ""
@@ -138,10 +138,9 @@ def best_text(run: FollowedRun) -> str:
 
 
 def loss_of(run: FollowedRun) -> float | None:
-    """Return the newest loss of the whole run; None for a population.
+    """Return the newest loss to show for the run; None for a population or a private federation.
 
     A federation's is that of its newest round, or of the round before while an open one has none.
-    Clients of a private federation report none.
     """
     if run.is_population or run.is_private:
         return None
@@ -157,8 +156,8 @@ def loss_of(run: FollowedRun) -> float | None:
 
 
 def evaluation_texts(run: FollowedRun, among: Container[str] | None = None) -> list[str]:
-    """Return the numbers of the newest evaluation, the deciding one first, and the privacy budget
-    that is spent: at most MAX_METRICS, and the number of the others.
+    """Format the metrics of the newest evaluation, the deciding one first: at most MAX_METRICS,
+    then the number of the others.
 
     among: only these metrics, unless None.
     """
@@ -208,7 +207,7 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
 
 
 def _phases(run: FollowedRun) -> Iterator[str]:
-    """Yield the phases of the strategy and the training that are worth showing."""
+    """Yield the current phases of strategy and training that are worth showing."""
     latest, newest = run.latest, run.rounds.newest
     if latest is None or (newest is not None and newest.is_open and latest.segment < run.segment):
         return  # it belongs to the previous round
@@ -244,7 +243,7 @@ def _of_population(run: FollowedRun) -> Iterator[Field]:
 
 
 def _percent(done: float) -> str:
-    """Return a share in whole percent; only the whole is "100%"."""
+    """Format a fraction in percent, rounded down: only a complete run is "100%"."""
     return f"{math.floor(round(done * 100, 6))}%"  # a product may be a last bit too small
 
 
@@ -257,7 +256,7 @@ def _of(word: str, number: int, amount: int) -> str:
 
 
 def _fitted(fields: Sequence[Field], width: int) -> list[Field]:
-    """Return the fields that fit; the last ones that need not stay are left out first."""
+    """Drop fields that need not stay from the right, until the rest fits; return that."""
     kept = list(fields)
     for field in reversed(fields):
         if _cells(kept) <= width:
@@ -291,11 +290,11 @@ def _joined(fields: Sequence[Field], width: int) -> Text:
 # erased, as many as the drawn cells need at the new width.
 
 INTERVAL_S: Final = 0.1
-"""The shortest time between two drawings; a new width is noticed as fast."""
+"""The shortest time between two redraws, and between two checks of the terminal's width."""
 
 
 class RedrawnLine:
-    """A display of `line(width)` from entering to leaving the context; thread-safe.
+    """Context manager that displays `line(width)` at the bottom of a terminal; thread-safe.
 
     Text that is written to stderr meanwhile appears above it, if that is a terminal.
     """
@@ -305,20 +304,20 @@ class RedrawnLine:
         self._lock = threading.RLock()
         self._is_stale = True
         self._cells = self._width = 0
-        """The cells that are on the screen now."""
+        """The width in cells of the line that is on the screen now."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_drawing, name="line", daemon=True)
         self._stderr = sys.stderr
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Redraw the line soon, but not while its contents change."""
+        """Context manager for changes to what the line shows; it is redrawn soon after."""
         with self._lock:
             yield
             self._is_stale = True
 
     def say(self, text: Text) -> None:
-        """Print above the line."""
+        """Print a text above the line."""
         with self._lock, self._console:
             self._erase()
             self._console.print(text, soft_wrap=True)
@@ -350,7 +349,7 @@ class RedrawnLine:
                 self.redraw()
 
     def redraw(self) -> None:
-        """Draw the present line in place of the earlier one."""
+        """Replace the line on the screen by the current one."""
         with self._lock, self._console:
             self._erase()
             self._draw()
@@ -371,7 +370,7 @@ class RedrawnLine:
 
 
 class _Above(io.TextIOBase):
-    """A stderr whose lines are printed above the redrawn line."""
+    """A replacement of stderr that prints lines above the redrawn line."""
 
     def __init__(self, line: RedrawnLine) -> None:
         self._line, self._rest = line, ""
@@ -383,7 +382,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Print the text that has no end of line yet."""
+        """Print the text that is not yet ended by a newline."""
         rest, self._rest = self._rest, ""
         if rest:
             self._line.say(Text(rest))
@@ -399,21 +398,21 @@ class _Above(io.TextIOBase):
 
 TROUBLE: Final = frozenset({"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"})
 ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})
-"""The kinds of facts about the whole run that are printed once, with their sentence."""
+"""The kinds of events about the whole run that are printed as their sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """A line about something that has just happened."""
+    """A line to print about an event."""
 
     text: str
     is_urgent: bool = False
-    """The line is printed at once, even where lines are rare."""
+    """The line is printed at once, even where output is limited to a line per interval."""
 
 
 def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milestone | None:
-    """Return the line that an item is worth, if any. before: the phase of the run before the item;
-    run: after it."""
+    """Return the line to print for an item, if it is worth one. before: the phase of the run before
+    the item; run: after it."""
     if not isinstance(item, Event):
         return None
     if item.kind in ENDS:
@@ -445,7 +444,7 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
 
 
 def _reached(run: FollowedRun, end: Event) -> str:
-    """Return the progress of a run that ended early."""
+    """Format the progress of a run that ended early."""
     counts_steps = not (run.is_federated or run.is_population)
     if end.kind == "RunFailed" and run.has_begun and counts_steps:
         activity = (end.payload.get("error") or {}).get("activity") or ""

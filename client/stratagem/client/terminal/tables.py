@@ -50,19 +50,19 @@ SIDE_METRICS: Final = frozenset((
     *("train.grad_norm", "train.max_grad_norm"),
     *("train.loss_min", "train.loss_max", "train.loss_std"),
 ))  # fmt: skip
-"""The metrics that are left out where states are listed; the newest ones stand with the run, and
-JSON has all."""
+"""Metrics left out of lists of states; the newest ones are shown with the run, and JSON has all."""
 _LOSS: Final = "train.loss"
 _FINDING_CELLS: Final = (len("evaluation"), len("execution.precision"), len("warn"))
-"""The widths of the columns of a table whose rows are printed before the next ones are known."""
+"""The column widths of the findings table, whose rows are printed before the next ones are
+known."""
 _BITS_OF_THREADS: Final = "runs with other numbers of threads have other bits"
 LABEL_CELLS: Final = 10
 MAX_CHANGES: Final = 8
-"""The most hyperparameter changes of a member that are shown; JSON has all."""
+"""The largest number of hyperparameter changes to show per member; JSON has all."""
 
 
 def to_json(value: "DataclassInstance", **extra: Any) -> str:
-    """Return a value as one line of standard JSON; a number that is not finite becomes a string."""
+    """Encode a value as one line of standard JSON; a number that is not finite becomes a string."""
     return json.dumps({**extra, **_plain(dataclasses.asdict(value))}, allow_nan=False)
 
 
@@ -83,8 +83,8 @@ def _plain(value: Any) -> Any:
 
 
 def metrics_text(metrics: Mapping[str, float], first: str = "", *, in_short: bool = False) -> str:
-    """Return metrics as text, such as "train.loss 0.0312  test.accuracy 0.9722 (0.91 to 0.99)": the
-    training loss first, with ranges over clients.
+    """Format metrics as "train.loss 0.0312  test.accuracy 0.9722 (0.91 to 0.99)": the training loss
+    first, with ranges over clients.
 
     first: the metric that comes next. in_short: show a few of many, and the number of the others.
     """
@@ -100,7 +100,7 @@ def metrics_text(metrics: Mapping[str, float], first: str = "", *, in_short: boo
 
 
 def amount_text(status: RunStatus) -> str:
-    """Return the run's progress as text: "round 3/40", "generation 2/5" or "step 120/600"."""
+    """Format the run's progress: "round 3/40", "generation 2/5" or "step 120/600"."""
     if status.strategy.startswith("Federated"):
         return f"round {status.segment}/{status.num_segments}"
     if is_population(status.strategy):
@@ -109,24 +109,24 @@ def amount_text(status: RunStatus) -> str:
 
 
 def _reached(status: RunStatus) -> str:
-    """Return the run's progress as text; for a failed run the last commit, and where it failed."""
+    """Format the run's progress; of a failed run, the last commit and where it failed."""
     if status.phase is Phase.FAILED:
         return progress_text(status)
     return amount_text(status)
 
 
 def is_population(strategy: str) -> bool:
-    """Return whether a strategy, by the name that users see, counts generations."""
+    """Return whether the short name of a strategy is that of a population."""
     return strategy.startswith("PopulationBased")
 
 
 def generation_text(amounts: RunStatus | Progress) -> str:
-    """Return the number of committed generations of a population: "generation 2/5"."""
+    """Format the number of committed generations of a population: "generation 2/5"."""
     return f"generation {amounts.segment}/{amounts.num_segments}"
 
 
 def print_status(console: Console, status: RunStatus, threads: int | None = None) -> None:
-    """Print everything about one run. threads: the number of each worker's threads, if known."""
+    """Print all about one run. threads: the number of threads per worker, if known."""
     rows = [
         ("run", f"{status.run_id} ({status.name})"),
         ("phase", _phase_text(status)),
@@ -158,7 +158,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
 
 
 def _print_row(console: Console, name: str, value: str) -> None:
-    """Print a name and a value; on a terminal further lines begin below the value."""
+    """Print a name and a value; on a terminal, continuation lines are aligned with the value."""
     if not console.is_terminal:
         console.print(Text(f"{name:<{LABEL_CELLS}}{value}"))
         return
@@ -170,7 +170,7 @@ def _print_row(console: Console, name: str, value: str) -> None:
 
 
 def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
-    """Print one line per run; a narrow terminal cuts lines at their end."""
+    """Print one line per run, cut to the terminal's width."""
     if not runs:
         console.print("no runs")
         return
@@ -188,7 +188,7 @@ def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
 
 
 def _run_cells(run: RunStatus) -> list[str]:
-    """Return the cells of a run in a list, each one line."""
+    """Return the cells of a run's row in the list of runs."""
     cells = (
         *(run.run_id, run.phase, run.strategy, _reached(run), _chief_metrics_text(run)),
         *(_time_text(run.submitted_at_s), run.reason),
@@ -197,8 +197,8 @@ def _run_cells(run: RunStatus) -> list[str]:
 
 
 def _chief_metrics_text(run: RunStatus) -> str:
-    """Return the metric that decides which state is best, or the first one of the evaluation, and
-    the training loss."""
+    """Format the metric that decides the best state, or the first evaluation metric, and the
+    training loss."""
     evaluation = run.job.get("evaluation") or {}
     first = next(iter(evaluation.get("metrics") or ()), "loss")
     shown = (f"{evaluation.get('split')}.{evaluation.get('best') or first}", "train.loss")
@@ -206,7 +206,7 @@ def _chief_metrics_text(run: RunStatus) -> str:
 
 
 def _chief_metric(run: RunStatus) -> str:
-    """Return the metric that decides which state is best."""
+    """Return the name of the metric that decides which state is the best one."""
     evaluation = run.job.get("evaluation") or {}
     return f"{evaluation.get('split')}.{evaluation.get('best')}"
 
@@ -237,7 +237,7 @@ def _phase_text(status: RunStatus) -> str:
 
 
 def _no_best_text(status: RunStatus) -> str:
-    """Return why no state of a completed run is the best one, if its job asks for one."""
+    """Return why a completed run has no best state, if its job asks for one; else ""."""
     is_wanted = (status.job.get("evaluation") or {}).get("best") is not None
     if not is_wanted or status.phase is not Phase.COMPLETED or status.commit("best") is not None:
         return ""
@@ -245,8 +245,8 @@ def _no_best_text(status: RunStatus) -> str:
 
 
 def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """Yield the hyperparameters that the best state of a population was trained with, and those of
-    the result if it is another state."""
+    """Yield rows (name, text) with the hyperparameters of a population's best state, and of the
+    final one if it differs."""
     best, final = status.commit("best"), status.commit()
     metric = _chief_metric(status)
     for name, commit in (("best", best), ("final" if status.phase.is_final else "newest", final)):
@@ -260,7 +260,7 @@ def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def _schedule_text(schedule: Sequence[Hyperparameters]) -> str:
-    """Return the changes of hyperparameters as text: "lr 0.1 from step 0; lr 0.11 from step 5"."""
+    """Format the changes of hyperparameters: "lr 0.1 from step 0; lr 0.11 from step 5"."""
     parts, known = [], dict[str, Any]()
     for setting in schedule:
         changed = {n: v for n, v in setting.values.items() if n not in known or known[n] != v}
@@ -276,8 +276,8 @@ def _submitted_text(status: RunStatus) -> str:
 
 
 def _engine_text(status: RunStatus) -> str:
-    """Return the engine of the exchange and, while there are workers, the data plane, which decides
-    who may read it."""
+    """Format the exchange engine and, while there are workers, the data plane, which decides who
+    may read the exchange."""
     plane = f"data plane {status.data_plane}" if status.data_plane else ""
     return ", ".join(word for word in (status.engine, plane) if word)
 
@@ -303,14 +303,14 @@ def _state_text(commit: Commit) -> str:
 
 
 def _measured_elsewhere(status: RunStatus, commit: Commit) -> str:
-    """Return a remark on a state without metrics: the run before this one has measured it."""
+    """Return a remark on a state whose metrics were measured by the run before; else ""."""
     begins_from = status.job.get("initial") or {}
     is_resumed = begins_from.get("resume") and commit.digest == begins_from.get("digest")
     return "measured by the run that it resumed" if is_resumed else ""
 
 
 def _path_text(path: str) -> str:
-    """Return a path that can be copied in this folder, as short as possible."""
+    """Shorten a path so that it still can be copied in the current folder."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -327,8 +327,7 @@ def _time_text(time_s: float) -> str:
 
 
 def print_finding(console: Console, finding: Finding, *, is_first: bool) -> None:
-    """Print a finding of a check as the next row of a table that grows. is_first: below the
-    headings."""
+    """Print a finding as the next row of a growing table. is_first: print the headings, too."""
     names = ("check", "of", "", "found, and what to do")
     table = Table.grid(padding=(0, 2, 0, 0))
     for width in _FINDING_CELLS:
@@ -341,7 +340,7 @@ def print_finding(console: Console, finding: Finding, *, is_first: bool) -> None
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """Return the findings of checks as a table for people."""
+    """Return the table of findings."""
     table = Table("check", "of", "", "found, and what to do", box=box.SIMPLE)
     for finding in findings:
         table.add_row(*_finding_cells(finding))
@@ -359,14 +358,14 @@ def _finding_cells(finding: Finding) -> tuple[Text, Text, Text, Text]:
 # ---- Numbers and times ----
 
 DIGITS: Final = 3
-"""The number of significant digits in a line."""
+"""The number of significant digits of numbers in a line."""
 MAX_METRICS: Final = 8
-"""The most metrics in a line; thirty would fill half a screen."""
+"""The largest number of metrics in a line; thirty would fill half a screen."""
 FULL, HALF, EMPTY = "━", "╸", "─"
 
 
 def number_text(value: float) -> str:
-    """Return a number with three significant digits, such as "1.50" or "0.0432"; zero as "0"."""
+    """Format a number with three significant digits, such as "1.50" or "0.0432"; zero as "0"."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     exponent = math.floor(math.log10(abs(value)))
@@ -376,7 +375,7 @@ def number_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a time as "2:10" or "1:02:10", and from 100 hours on in days."""
+    """Format a duration as "2:10" or "1:02:10", and from 100 hours on in days."""
     whole = max(0, round(seconds))
     minutes, second = divmod(whole, 60)
     hours, minute = divmod(minutes, 60)
@@ -386,18 +385,18 @@ def duration_text(seconds: float) -> str:
 
 
 def few(names: Sequence[str]) -> Sequence[str]:
-    """Return the metrics that a line shows."""
+    """Return the first few metric names, as many as a line shows."""
     return names[:MAX_METRICS]
 
 
 def more_text(names: Sequence[str]) -> str:
-    """Return the number of metrics that a line leaves out, as "57 more metrics"; "" for none."""
+    """Format the number of metrics that a line leaves out, as "57 more metrics"; "" for none."""
     num_more = len(names) - len(few(names))
     return "" if num_more <= 0 else counted(num_more, "more metric")
 
 
 def bar_text(fraction: float, cells: int) -> str:
-    """Return a bar that is so many cells wide, filled by half cells."""
+    """Return a progress bar of this many cells, filled by half cells."""
     halves = math.floor(min(max(fraction, 0.0), 1.0) * cells * 2)
     bar = FULL * (halves // 2) + HALF * (halves % 2)
     return bar + EMPTY * (cells - len(bar))

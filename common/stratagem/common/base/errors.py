@@ -35,7 +35,7 @@ from typing import Final, Self, TypeVar
 #     └── RunFailedError      the run ended without a result; the message is the reason
 
 MAX_VIOLATIONS: Final = 100
-"""More than a person reads: a document may have a hundred thousand mistakes."""
+"""The largest number of violations in an error; a document may have a hundred thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class InvalidInputError(StratagemError, ValueError):
 
     violations: tuple[Violation, ...]
     readable: object = None
-    """The readable part of a document's value; None where there is none."""
+    """The valid part of the refused value, on which other rules can still run; None if none."""
 
     def __init__(self, message: str = "", *, violations: Iterable[Violation] = ()) -> None:
         self.violations = tuple(islice(violations, MAX_VIOLATIONS))
@@ -66,7 +66,7 @@ class InvalidInputError(StratagemError, ValueError):
 
     @classmethod
     def at(cls, field: str, message: str) -> Self:
-        """Return the error of one field."""
+        """Make the error for one invalid field."""
         return cls(violations=(Violation(field, message),))
 
 
@@ -223,24 +223,24 @@ class RunFailedError(StratagemError):
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Return the exceptions themselves, without the groups around them, in order."""
+    """Return the individual exceptions of a (nested) exception group, in order."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for exception in error.exceptions for leaf in leaves(exception)]
     return [error]
 
 
 def sole(error: BaseException) -> BaseException:
-    """Return the exception that a group is about; a group of different ones is returned itself."""
+    """Return the one exception that a group is about; the group itself if its exceptions differ."""
     causes = leaves(error)
     same = {(type(leaf), str(leaf)) for leaf in causes}
     return causes[0] if len(same) == 1 else error
 
 
 def led_to(error: BaseException, *, by_handling: bool = True) -> Iterator[BaseException]:
-    """Yield the error and then the errors that it was raised from, each once, although the chain
-    may be a circle.
+    """Yield the error and then the chain of errors that caused it, each once, even if the chain is
+    a cycle.
 
-    by_handling: also follow errors during whose handling one was raised.
+    by_handling: also follow errors during whose handling the next one was raised.
     """
     seen: set[int] = set()
     behind: BaseException | None = error
@@ -251,8 +251,8 @@ def led_to(error: BaseException, *, by_handling: bool = True) -> Iterator[BaseEx
 
 
 def told(error: BaseException) -> str:
-    """Describe an exception in words: our own errors by their sentence, others with their type,
-    none twice."""
+    """Return the message for people: our own errors by their sentence, others with their type;
+    duplicates are dropped."""
     return "; ".join(dict.fromkeys(_words(leaf) for leaf in leaves(error)))
 
 
@@ -273,11 +273,11 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """Remove the frames from an error, from the errors that led to it, and from the parts of a
-    group, and return it.
+    """Remove the traceback frames of an error, of its causes, and of the parts of a group; return
+    the error.
 
-    Where a frame refers to the owner of the error, the references form a cycle: what the frames
-    hold, inside Python and outside, would not be freed until Python's collector runs.
+    A frame that refers to the owner of the error makes a reference cycle: what the frames hold,
+    inside Python and outside, would not be freed until the garbage collector runs.
     """
     left: list[BaseException | None] = [error]
     seen: set[int] = set()

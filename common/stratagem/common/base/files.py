@@ -1,4 +1,4 @@
-"""Write and read files that appear whole or not at all, private files, and watched files."""
+"""Write files atomically, create private files, and reload files that change."""
 
 import os
 import stat
@@ -17,11 +17,11 @@ from stratagem.common.base.errors import InvalidInputError
 
 @contextmanager
 def whole_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the block ends without an error; otherwise nothing
-    changes.
+    """Context manager that opens a file which replaces `path` if the block ends without an error;
+    otherwise nothing changes.
 
     mode: the permissions of the file, less the umask; it never has more, not for a moment. durable:
-    the file is on the disk before it replaces `path`. Raises OSError that names `path`.
+    flush the file to disk before it replaces `path`. Raises OSError that names `path`.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.unlink(missing_ok=True)  # left by a killed process with this number
@@ -41,7 +41,7 @@ def whole_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterat
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk, too."""
+    """Flush the entries of a folder to disk, so that new and renamed files survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -73,10 +73,7 @@ def check_private(field: str, path: str | PathLike[str]) -> None:
 
 
 def create_private(path: str | PathLike[str]) -> BinaryIO:
-    """Create an empty file to write and read, which only its owner may read.
-
-    Raises OSError, as `open` does.
-    """
+    """Create or empty a file, so that only its owner may read it. Raises OSError."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -94,18 +91,17 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
-"""The modification time, inode and size of each file."""
+"""The modification time, inode and size of each file, which together reveal a change."""
 
 
 def stamp_of(*paths: str | PathLike[str]) -> Stamp:
-    """Return a stamp that changes when the file has been written or replaced. Raises OSError."""
+    """Return a stamp of the files that changes when one is written or replaced. Raises OSError."""
     stats = [os.stat(path) for path in paths]
     return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
 
 
 class WatchedFiles(Generic[T]):
-    """The content of files, read again when one of them changes; while the files cannot be used,
-    the earlier content stays."""
+    """The parsed content of files, reloaded when one changes; unusable changes are ignored."""
 
     def __init__(
         self,
@@ -121,10 +117,10 @@ class WatchedFiles(Generic[T]):
         self._unusable, self._renewed = unusable, renewed
         self._seen = self._stamp()
         self.content = read()
-        """The content at the last call of `renewed`."""
+        """The content as of the last call of `renewed`."""
 
     def renewed(self) -> bool:
-        """Look at the files; return whether there is new content."""
+        """Reload the files if one has changed; return whether there is new content."""
         stamp = self._stamp()
         if stamp == self._seen:
             return False
@@ -139,7 +135,7 @@ class WatchedFiles(Generic[T]):
         return True
 
     def newest(self) -> T:
-        """Return the content of the files as they are now."""
+        """Return the current content of the files, reloaded if necessary."""
         self.renewed()
         return self.content
 

@@ -20,7 +20,7 @@ WorkerId = NewType("WorkerId", str)
 Incarnation = NewType("Incarnation", str)  # one start of one worker process
 Digest = NewType("Digest", str)  # lower-case hex SHA-256
 NO_DIGEST: Final = Digest("")
-"""Stands for no blob."""
+"""The digest that stands for "no blob"."""
 Party = NewType("Party", str)  # path in the tree of a run: "silo0/replica1"; "" is the root
 
 MAX_ID_CHARS: Final = 64
@@ -35,12 +35,12 @@ _MAX_SLUG_CHARS: Final = MAX_ID_CHARS - 1 - 2 * _SUFFIX_BYTES
 
 
 def child_party(parent: Party, name: str) -> Party:
-    """Return the path of a party inside another one."""
+    """Return the path of a party named `name` inside `parent`."""
     return Party(f"{parent}/{name}" if parent else name)
 
 
 def is_within(party: Party, ancestor: Party) -> bool:
-    """Return whether a party is the ancestor itself or one of its descendants."""
+    """Return whether a party is `ancestor` or nested inside it."""
     return not ancestor or party == ancestor or party.startswith(f"{ancestor}/")
 
 
@@ -51,31 +51,31 @@ def new_run_id(name: str) -> RunId:
 
 
 def new_submission() -> str:
-    """Return a fresh name for one submission, since a deleted run's id may be used again."""
+    """Return a unique id for one submission; the run id may be used again after a deletion."""
     return secrets.token_hex(8)
 
 
 def new_incarnation() -> Incarnation:
-    """Return a fresh name for one start of a worker process."""
+    """Return a unique id for one start of a worker process."""
     return Incarnation(secrets.token_hex(8))
 
 
 def check_digest(value: str) -> Digest:
-    """Return the value as the digest of a blob. Raises InvalidInputError for other text."""
+    """Validate the digest of a blob and return it. Raises InvalidInputError."""
     if not _DIGEST.fullmatch(value):
         raise InvalidInputError(f"{value!r} is not a SHA-256 digest of 64 hex digits")
     return Digest(value)
 
 
 def check_run_id(value: str) -> RunId:
-    """Return the value as a run id. Raises InvalidInputError with the allowed form."""
+    """Validate a run id and return it. Raises InvalidInputError with the allowed form."""
     if not _RUN_ID.fullmatch(value):
         raise InvalidInputError.at("run_id", f"{value[:80]!r} is not 1 to 64 of a-z, 0-9, '-'")
     return RunId(value)
 
 
 def check_token_name(value: str) -> str:
-    """Return the value as the name of a token. Raises InvalidInputError with the allowed form."""
+    """Validate a token's name and return it. Raises InvalidInputError with the allowed form."""
     if not _WORKER_ID.fullmatch(value):
         raise InvalidInputError.at(
             "name", f"{value!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'"
@@ -84,7 +84,7 @@ def check_token_name(value: str) -> str:
 
 
 def check_worker_id(value: str) -> WorkerId:
-    """Return the value as a worker id. Raises InvalidInputError with the allowed form."""
+    """Validate a worker id and return it. Raises InvalidInputError with the allowed form."""
     if not _WORKER_ID.fullmatch(value) or not value.strip("."):
         # "." and ".." are directory names, and worker ids become file names
         raise InvalidInputError.at(
@@ -94,12 +94,12 @@ def check_worker_id(value: str) -> WorkerId:
 
 
 def is_party(value: str) -> bool:
-    """Return whether this can be the path of a party."""
+    """Return whether the text is a valid path of a party."""
     return len(value) <= _MAX_PARTY_CHARS and _PARTY.fullmatch(value) is not None
 
 
 def check_party(value: str) -> Party:
-    """Return the value as the path of a party. Raises InvalidInputError with the allowed form."""
+    """Validate a path of a party and return it. Raises InvalidInputError with the allowed form."""
     if not is_party(value):
         # parties become the names of folders, so none may be "." or ".."
         raise InvalidInputError.at(
@@ -122,13 +122,14 @@ _are_checked: ContextVar[bool] = ContextVar("limits are checked", default=True)
 
 
 def are_checked() -> bool:
-    """Return whether input that is read now may be refused for its size."""
+    """Return whether size limits apply now; see `lifted`."""
     return _are_checked.get()
 
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Lift the limits, inside a block that must not await, for input accepted before."""
+    """Context manager that lifts size limits for input accepted before; its block must not
+    await."""
     token = _are_checked.set(False)
     try:
         yield

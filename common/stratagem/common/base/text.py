@@ -13,7 +13,7 @@ from typing import Any, Final
 
 MAX_VALUES_CHARS: Final = 300
 MAX_DIGITS: Final = 17
-"""The number of digits with which every float is written exactly."""
+"""The number of significant digits that represent every float exactly."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -30,7 +30,7 @@ def beyond_text(value: float, limit: float) -> str:
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    """Return hyperparameters, as "optimizer.lr 0.0213, optimizer.name sgd", of bounded length."""
+    """Format hyperparameters as "optimizer.lr 0.0213, optimizer.name sgd", in bounded length."""
     text = ", ".join(f"{name} {_value_text(value)}" for name, value in values.items())
     return text if len(text) <= MAX_VALUES_CHARS else f"{text[: MAX_VALUES_CHARS - 1]}…"
 
@@ -46,7 +46,7 @@ def _value_text(value: Any) -> str:
 
 
 def plainly(error: Exception) -> str:
-    """Return the message of a library's error without its link to further documentation."""
+    """Return the message of a library's error without the link to its documentation."""
     return re.sub(r" *See https?://\S+ for more details\.", "", str(error))
 
 
@@ -67,8 +67,8 @@ _MOVING_OR_NEWLINE: Final = re.compile(rf"{_MOVING.pattern}|[{_NEWLINES}]")
 
 
 def printable(text: str, *, is_line: bool = False) -> str:
-    """Return the text with `\\x1b` written out where an escape character was, and so on; newlines
-    and tabs stay, unless it is to be one line. Colours are left out."""
+    r"""Return the text with control characters escaped (`\x1b` for an escape character) and colours
+    removed; newlines and tabs stay, unless it is to be one line."""
     pattern = _MOVING_OR_NEWLINE if is_line else _MOVING
     if pattern.search(text) is None:
         return text
@@ -78,7 +78,7 @@ def printable(text: str, *, is_line: bool = False) -> str:
 
 
 def is_printable(text: str) -> bool:
-    """Return whether the text is one line, all of which may be shown."""
+    """Return whether the text is one line without control characters."""
     return _MOVING_OR_NEWLINE.search(text) is None
 
 
@@ -88,7 +88,7 @@ def is_printable(text: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return HOST:PORT as a pair. Raises ValueError."""
+    """Split HOST:PORT into host and port. Raises ValueError."""
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16
     if not host or "://" in host or not is_port:

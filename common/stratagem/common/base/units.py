@@ -16,7 +16,7 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _seconds(value: object) -> object:
-    """Convert a span of time such as "7d" to seconds; a number is returned as it is."""
+    """Convert a duration such as "7d" to seconds; numbers are returned as they are."""
     if not isinstance(value, str):
         return value
     match_ = _SPAN.fullmatch(value.strip())
@@ -27,7 +27,7 @@ def _seconds(value: object) -> object:
 
 
 Span = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
-"""A setting in seconds, given with its unit."""
+"""The type of a setting in seconds that is written with a unit, such as "30s"."""
 
 
 # ---- Sizes ----
@@ -37,11 +37,8 @@ _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def size_bytes(text: str, where: str) -> int:
-    """Return the number of bytes of "8GB" (powers of 1000), "512MiB" (of 1024) or a bare number; at
-    least 1.
-
-    Raises InvalidInputError at `where`.
-    """
+    """Parse a size, "8GB" (powers of 1000), "512MiB" (of 1024) or a bare number, of at least 1
+    byte. Raises InvalidInputError at `where`."""
     read = _SIZE.fullmatch(text.strip())
     if read is None:
         raise InvalidInputError.at(where, f"{text!r} is no size such as 8GB or 512MiB")

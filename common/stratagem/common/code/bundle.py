@@ -23,30 +23,28 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 # ---- Bundles ----
 
 MAX_BYTES: Final = 10 * 2**20
-"""The limit on all files together."""
+"""The largest total size of the files of a bundle."""
 MAX_FILES: Final = 2_000
 MAX_NAME_BYTES: Final = 1_024
 MAX_PART_BYTES: Final = 255
 TENSOR: Final = "code.zip"
-"""The name of the one tensor of the blob."""
+"""The name of the only tensor of the blob, which holds the archive."""
 
 _NUM_LARGEST: Final = 5
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
 _MODE: Final = stat.S_IFREG | 0o444
 _LIST_ENTRY_BYTES: Final = 46
 _ENTRY_BYTES: Final = 30 + _LIST_ENTRY_BYTES
-"""The bytes of an entry besides its content and its name, which occurs twice."""
+"""The size of a zip entry without its content and its name, which occurs twice."""
 _END: Final = struct.Struct("<4s4H2LH")
-"""The record that ends an archive."""
+"""The end-of-archive record of a zip file."""
 _END_SIGNATURE: Final = b"PK\5\6"
 _FIELD: Final = "code"
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return the canonical archive of files by name, as in "package/module.py".
-
-    Raises InvalidInputError for a name that is not allowed, LimitError for too much content.
-    """
+    """Return the canonical archive of files keyed by name, such as "package/module.py". Raises
+    InvalidInputError for a name that is not allowed, LimitError for too much content."""
     check_size({name: len(content) for name, content in files.items()})
     check_names(files)
     buffer = io.BytesIO()
@@ -59,11 +57,9 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """Return the files of an archive that anybody may have made, by name.
-
-    Raises InvalidInputError unless it is the canonical archive of its files, LimitError where it
-    claims to hold too much, before anything of that size is allocated.
-    """
+    """Return the files of an untrusted archive, keyed by name. Raises InvalidInputError unless it
+    is the canonical archive of its files, LimitError if it claims to hold too much, before anything
+    of that size is allocated."""
     try:
         files = _files_of(archive)
         same = pack(files)
@@ -87,18 +83,18 @@ def unpack(archive: bytes) -> dict[str, bytes]:
 
 
 def manifest_of(archive: bytes) -> Manifest:
-    """Return the manifest of the blob that holds an archive, its digest included."""
+    """Return the manifest, with digest, of the blob that holds an archive."""
     manifest = build_manifest([(TENSOR, "uint8", (len(archive),))], Purpose.DATA)
     return replace(manifest, digest=blob_digest(manifest, [archive]))
 
 
 def digest_of(archive: bytes) -> Digest:
-    """Return the digest by which a bundle is named."""
+    """Return the digest that names a bundle: that of the blob with its archive."""
     return Digest(manifest_of(archive).digest)
 
 
 def check_size(sizes: Mapping[str, int]) -> None:
-    """Raise LimitError, which names the largest files, where these are too many or too large."""
+    """Raise LimitError, which names the largest files, if there are too many files or bytes."""
     total = sum(sizes.values())
     if len(sizes) <= MAX_FILES and total <= MAX_BYTES:
         return
@@ -113,7 +109,7 @@ def check_size(sizes: Mapping[str, int]) -> None:
 
 def check_names(names: Iterable[str]) -> None:
     """Raise InvalidInputError for the first name that is no relative path with "/" between its
-    parts, or that some file system confuses with another of the names."""
+    parts, or that some file system would confuse with another name."""
     known: dict[str, tuple[str, bool]] = {}
     for name in names:
         parts = _parts(name)

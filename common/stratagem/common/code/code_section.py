@@ -53,7 +53,7 @@ class CodeSpec(Section):
 
 
 def check_requirement(value: str) -> str:
-    """Return a distribution and its versions, as in "transformers>=5". Raises InvalidInputError."""
+    """Validate a requirement such as "transformers>=5", return it. Raises InvalidInputError."""
     if len(value) > _MAX_CHARS:
         raise InvalidInputError(f"is longer than {_MAX_CHARS} characters")
     try:

@@ -21,13 +21,13 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.files import check_private, create_private
 
 _PREFIX: Final = b"stratagem code v1\n"
-"""Separates these signatures from signatures for any other purpose."""
+"""Signed before each digest, so that these signatures are valid for no other purpose."""
 _PEM_END: Final = "-----END PUBLIC KEY-----"
 
 
 def make_keys(private: Path, public: Path) -> None:
-    """Write a new pair of keys; the private one is readable by its owner alone. Raises
-    InvalidInputError where one of the files is there already or cannot be written."""
+    """Write a new key pair; only its owner can read the private key. Raises InvalidInputError if
+    one of the files exists or cannot be written."""
     key = Ed25519PrivateKey.generate()
     for path in (private, public):
         if path.exists():
@@ -43,8 +43,8 @@ def make_keys(private: Path, public: Path) -> None:
 
 
 def sign(digest: str, private: Path) -> str:
-    """Return the signature of a digest, as hex digits. Raises InvalidInputError for a file that is
-    no private Ed25519 key, or that others may read."""
+    """Return the hex signature of a digest. Raises InvalidInputError for a file that is no private
+    Ed25519 key, or that others may read."""
     check_private("--key", private)
     try:
         key = load_pem_private_key(private.read_bytes(), password=None)
@@ -58,7 +58,7 @@ def sign(digest: str, private: Path) -> str:
 
 
 def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
-    """Return the keys of a file. Raises InvalidInputError unless it has only Ed25519 keys."""
+    """Read the public keys in a file. Raises InvalidInputError unless all are Ed25519 keys."""
     try:
         blocks = path.read_text().split(_PEM_END)
         keys = [load_pem_public_key(f"{block}{_PEM_END}".encode()) for block in blocks[:-1]]
@@ -74,7 +74,7 @@ def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
 
 
 def is_signed(digest: str, signature: str, keys: tuple[Ed25519PublicKey, ...]) -> bool:
-    """Return whether one of the keys has made this signature of this digest."""
+    """Return whether one of the keys has signed this digest with this signature."""
     for key in keys:
         try:
             key.verify(bytes.fromhex(signature), _PREFIX + digest.encode())

@@ -1,5 +1,9 @@
 """Codecs compress the data on the wire: gradients of shards, updates of clients, moves of nodes.
 They define the bits on every device, and use numpy only, because the coordinator decodes too.
+
+- layout: the names and shapes of the tensors that a codec encodes
+- extras: scalars, such as the weight, that travel uncoded with the gradient of a shard
+- residual: what a lossy codec has not sent yet; error feedback adds it to the next payload
 """
 
 from stratagem.common.compression.codec import (

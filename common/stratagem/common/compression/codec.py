@@ -24,14 +24,14 @@ from stratagem.common.numerics.keys import derive
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
 State = Mapping[str, FloatArray]
-"""The state of a codec from one payload to the next: flat float32 by `<kind>/<tensor name>`."""
+"""The state of a codec between payloads: flat float32 keyed by `<kind>/<tensor name>`."""
 
 Read = Callable[[int, int, str], NDArray[Any]]
-"""Reads from a payload in memory or a file: the first byte, the number of elements, their type."""
+"""Reads elements of a payload in memory or in a file, given first byte, number and type."""
 
 Decode = Callable[[int, int], FloatArray]
-"""Decodes the elements of one tensor in a window [start, stop). Windows are requested once, in
-order and without gaps. Raises ValueError for bytes that no encoder can have made."""
+"""Decodes the elements [start, stop) of one tensor. Windows are requested once, in order and
+without gaps. Raises ValueError for bytes that no encoder can have made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class TensorLayout:
 
     @property
     def raw_bytes(self) -> int:
-        """Return the size of the tensor as float32, in bytes."""
+        """Return the size in bytes of the tensor as uncoded float32."""
         return 4 * self.numel
 
 
@@ -55,44 +55,44 @@ Layout = Sequence[TensorLayout]
 
 
 class Codec(Protocol):
-    """A codec of the tensors of one layout. Every method may be called from any thread."""
+    """An encoder and decoder of the tensors of one layout. Every method is thread-safe."""
 
     @property
     def payload_bytes(self) -> int:
-        """Return the size of every payload, all metadata included."""
+        """Return the size of every payload, metadata included; it follows from the layout alone."""
 
     @property
     def bypassed(self) -> tuple[str, ...]:
-        """Return the names of tensors that are sent uncoded, as coding would save nothing."""
+        """Return the names of the tensors sent uncoded, since coding would save nothing."""
 
     def initial_state(self) -> State:
-        """Return the state before the first payload; empty for a codec that keeps nothing."""
+        """Return the state before the first payload; empty for a stateless codec."""
 
     def encode(
         self, tensors: Sequence[FloatArray], state: State, key: int
     ) -> tuple[ByteArray, State]:
-        """Return the payload and the state after it; the arguments are not modified.
+        """Return the payload of the tensors and the state after it; the arguments are not modified.
 
         key: 32 bits, different for each payload; random choices follow from it. Raises
         NonFiniteError, because a NaN would never leave a residual.
         """
 
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
-        """Return the tensors that the receiver decodes from a payload encoded with the key."""
+        """Decode a payload that was encoded with the same key; return the tensors."""
 
     def part(self, places: range) -> "Codec | None":
-        """Return the codec of only these neighbouring tensors, with the same bits: the payloads of
-        all parts, in order, are the whole payload, and each part keeps the state of its tensors.
-        None where tensors share a payload."""
+        """Return a codec of only these consecutive tensors, with the same bits: the payloads of all
+        parts, concatenated, are the whole payload, and each part keeps the state of its own
+        tensors. None if tensors share a payload."""
 
     def decoder(self, place: int, read: Read) -> Decode | None:
-        """Return the decoder of the tensor at a place in the layout, with the bits of `decode`. It
-        reads only the part of the payload that a window needs. None where tensors share a payload.
-        """
+        """Return a decoder for one tensor, by its index in the layout, with the bits of `decode`.
+        It reads only the part of the payload that a window needs. None if tensors share a
+        payload."""
 
 
 class Decodable(Protocol):
-    """The size and the form of the payload of one tensor."""
+    """The part of a tensor codec that decodes: the size and form of one tensor's payload."""
 
     @property
     def payload_bytes(self) -> int: ...
@@ -101,10 +101,10 @@ class Decodable(Protocol):
 
 
 class TensorCodec(Decodable, Protocol):
-    """A codec of one tensor of known size, without state."""
+    """A stateless encoder and decoder of one tensor of known size."""
 
     def encode(self, x: FloatArray, seed: int) -> ByteArray:
-        """Return the payload of x, which is flat, finite and not modified."""
+        """Encode x, which is flat, finite and not modified; return its payload."""
 
 
 class NonFiniteError(ValueError):
@@ -116,7 +116,7 @@ class NonFiniteError(ValueError):
 
 
 def check_finite(layout: Layout, tensors: Sequence[FloatArray]) -> None:
-    """Raise NonFiniteError, or ValueError where tensors are not those of the layout."""
+    """Raise NonFiniteError for a NaN or infinity, ValueError if tensors do not fit the layout."""
     for spec, tensor in zip(layout, tensors, strict=True):
         if tensor.shape != (spec.numel,) or tensor.dtype != np.float32:
             raise ValueError(
@@ -127,7 +127,7 @@ def check_finite(layout: Layout, tensors: Sequence[FloatArray]) -> None:
 
 
 class Plain:
-    """An uncoded tensor: float32, little endian."""
+    """The codec that does not compress: float32, little endian."""
 
     def __init__(self, numel: int) -> None:
         self.payload_bytes = 4 * numel
@@ -144,7 +144,7 @@ class Plain:
 
 
 class OneByOne:
-    """A decoder of payloads in which the pieces of the tensors follow one another."""
+    """Base of codecs whose payload is the payloads of the single tensors, concatenated."""
 
     def __init__(self, layout: Layout, pieces: Sequence[Decodable]) -> None:
         self._layout, self._pieces = layout, pieces
@@ -163,10 +163,10 @@ class OneByOne:
 
 
 class PerTensor(OneByOne):
-    """A codec for each tensor; a tensor that its codec would not make smaller is sent uncoded."""
+    """A codec that encodes each tensor by its own codec, or not at all if that saves nothing."""
 
     def __init__(self, layout: Layout, codecs: Sequence[TensorCodec], *, first: int = 0) -> None:
-        """Choose the coded tensors. first: the place of the first tensor in the whole layout."""
+        """Choose the tensors to encode. first: the index of the first one in the whole layout."""
         self._first = first
         self.bypassed = tuple(
             spec.name
@@ -201,18 +201,18 @@ class PerTensor(OneByOne):
 
 
 def to_bytes(values: NDArray[np.generic]) -> ByteArray:
-    """Return a copy of the bytes, little endian."""
+    """Copy the values into little-endian bytes."""
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     return np.frombuffer(little.tobytes(), np.uint8)
 
 
 def from_bytes(payload: ByteArray, dtype: str) -> NDArray[Any]:
-    """Return a view of the bytes, at any address, as elements."""
+    """View the bytes, at any address, as elements of this type."""
     return np.ascontiguousarray(payload).view(dtype)
 
 
 def in_memory(payload: ByteArray) -> Read:
-    """Return a reader of a payload in memory."""
+    """Return a `Read` function for a payload in memory."""
 
     def read(offset: int, num: int, dtype: str) -> NDArray[Any]:
         return from_bytes(payload[offset : offset + num * np.dtype(dtype).itemsize], dtype)
@@ -221,12 +221,12 @@ def in_memory(payload: ByteArray) -> Read:
 
 
 def joined(parts: Sequence[ByteArray]) -> ByteArray:
-    """Return all bytes as one array."""
+    """Concatenate the parts into one byte array."""
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
 def split(payload: ByteArray, sizes: Sequence[int]) -> list[ByteArray]:
-    """Undo `joined`. Raises ValueError unless the sizes add up to that of the payload."""
+    """Split a payload that `joined` made. Raises ValueError unless the sizes add up."""
     _check_size(payload, sum(sizes))
     ends = np.cumsum([0, *sizes])
     return [payload[a:b] for a, b in itertools.pairwise(ends)]
@@ -249,7 +249,7 @@ RESIDUAL: Final = "residual/"
 
 
 class ErrorFeedback:
-    """A codec around another one, with a residual for each tensor that loses anything."""
+    """A codec that wraps a lossy one and adds what each payload lost (the residual) to the next."""
 
     def __init__(self, layout: Layout, codec: Codec) -> None:
         self._codec, self._layout = codec, layout

@@ -34,7 +34,7 @@ from stratagem.common.numerics.keys import derive, name_seed, places, uniform
 
 BASIS: Final = "basis/"
 _MIN_RATIO: Final = 1e-6
-"""A column with less than this share of its norm orthogonal to the others is only rounding."""
+"""A column whose orthogonal remainder is a smaller share of its norm is only rounding noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Matrix:
 
 
 class LowRank(OneByOne):
-    """4 r (n + m) bytes for an (n, m) matrix: the columns of P, then those of Q."""
+    """PowerSGD codec: a matrix (n, m) is sent as two factors of rank r, 4 r (n + m) bytes."""
 
     def __init__(self, layout: Layout, *, rank: int, seed: int) -> None:
         self._rank, self._seed = rank, seed
@@ -117,13 +117,13 @@ class LowRank(OneByOne):
         return LowRank(cut, rank=self._rank, seed=self._seed)
 
     def _start(self, matrix: _Matrix, key: int = 0) -> FloatArray:
-        """Return (rank, columns), values in [-1/2, 1/2)."""
+        """Return random initial columns, (rank, columns), values in [-1/2, 1/2)."""
         numbers = places(matrix.rank * matrix.num_columns)
         values = uniform(derive(self._seed, name_seed(matrix.name), key), numbers)
         return (values - np.float32(0.5)).reshape(matrix.rank, matrix.num_columns)
 
     def _revived(self, matrix: _Matrix, basis: FloatArray, key: int) -> FloatArray:
-        """Draw again the columns that a gradient of zeros has left empty, which would stay so."""
+        """Draw random columns for those that a zero gradient has zeroed, which would stay zero."""
         if all(column.any() for column in basis):
             return basis
         fresh = self._start(matrix, key)
@@ -139,8 +139,8 @@ def _matrix(name: str, shape: tuple[int, ...], rank: int) -> _Matrix:
 
 
 def orthonormal(columns: Sequence[FloatArray]) -> FloatArray:
-    """Return (r, n): the columns made orthonormal in order (Gram and Schmidt, twice, in float64);
-    what depends on those before it becomes zeros."""
+    """Orthonormalize the columns in order (Gram-Schmidt, twice, in float64) and return (r, n);
+    columns that depend on earlier ones become zeros."""
     done: list[NDArray[np.float64]] = []
     for column in columns:
         rest = column.astype(np.float64)
@@ -158,8 +158,8 @@ def _norm(values: NDArray[np.float64]) -> float:
 
 
 def _blocks(start: int, stop: int, num_columns: int) -> Iterator[tuple[range, range]]:
-    """Yield the rows and columns of consecutive elements of a matrix: the end of one row, whole
-    rows, and the beginning of a row, as far as there are any."""
+    """Yield (rows, columns) of rectangles that cover consecutive elements of a matrix: the end of
+    one row, whole rows, and the beginning of a row, as far as there are any."""
     while start < stop:
         row, first = divmod(start, num_columns)
         num_rows = 1 if first else max(1, (stop - start) // num_columns)

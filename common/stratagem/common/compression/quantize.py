@@ -19,11 +19,11 @@ from stratagem.common.numerics.shards import pairwise_sum
 # elements. Two levels of int4 are one byte, the first one in its low bits.
 
 LEVELS: Final = {8: 127, 4: 7}
-"""The largest level by bits."""
+"""The largest quantization level, keyed by number of bits."""
 
 
 class ScaledBlocks:
-    """The float32 scales of all blocks, then the levels: n bytes, or n / 2 for int4."""
+    """int8 or int4 codec with a float32 scale per block: n bytes, or n / 2, plus the scales."""
 
     def __init__(self, numel: int, *, bits: int, block: int) -> None:
         self._numel, self._bits, self._block = numel, bits, block
@@ -84,7 +84,7 @@ _LARGEST_BF16 = 0x7F7F
 
 
 class Half:
-    """An int32 exponent, then n float16: 2n + 4 bytes."""
+    """float16 codec with one exponent shift per tensor: an int32, then n float16, 2n + 4 bytes."""
 
     def __init__(self, numel: int) -> None:
         self.payload_bytes = 2 * numel + 4
@@ -107,7 +107,7 @@ class Half:
 
 
 class BrainFloat:
-    """The upper half of each float32: 2n bytes."""
+    """bfloat16 codec: the upper half of each float32, 2n bytes."""
 
     def __init__(self, numel: int) -> None:
         self.payload_bytes = 2 * numel
@@ -141,7 +141,7 @@ _LEVELS = np.float32(127.0)
 
 
 class Int8:
-    """A float32 scale, then n int8: n + 4 bytes."""
+    """int8 codec with one float32 scale per tensor: n + 4 bytes."""
 
     def __init__(self, numel: int, *, stochastic: bool) -> None:
         self.payload_bytes = numel + 4
@@ -188,11 +188,11 @@ Trits = NDArray[np.int8]
 
 _CODES: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
 _QUADS: Final = (_CODES & 1).astype(np.int8) - (_CODES >> 1).astype(np.int8)
-"""The four elements of each byte, (256, 4), looked up a whole byte at a time."""
+"""Lookup table (256, 4): the four ternary elements that each byte stands for."""
 
 
 class Ternary:
-    """A float32 scale, then four elements per byte: ceil(n / 4) + 4 bytes."""
+    """Ternary codec: a float32 scale, then four elements per byte, ceil(n / 4) + 4 bytes."""
 
     def __init__(self, numel: int, *, threshold_fraction: float, stochastic: bool) -> None:
         self.payload_bytes = 4 + -(-numel // 4)
@@ -217,7 +217,7 @@ class Ternary:
 
 
 def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float32]:
-    """Return (trits, scale). x: (n,) float32, not modified; all zeros give scale 0."""
+    """Quantize x, (n,) float32, to (trits -1, 0 or +1, scale); all zeros give scale 0."""
     magnitude = np.abs(x)
     kept = magnitude > threshold_of(threshold_fraction, pairwise_sum(magnitude), x.size)
     trits = np.sign(x).astype(np.int8) * kept
@@ -227,12 +227,12 @@ def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float3
 
 
 def threshold_of(fraction: float, total: float, num: int) -> np.float32:
-    """Return the value above which elements are kept, from the sum of `num` magnitudes."""
+    """Return the magnitude above which elements are kept: `fraction` times the mean."""
     return np.float32(fraction) * mean(total, num)
 
 
 def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
-    """Return (trits, scale) with E[trits · scale] = x."""
+    """Quantize x to random trits and a scale that are unbiased: E[trits · scale] = x."""
     magnitude = np.abs(x)
     scale = np.float32(np.max(magnitude, initial=0.0))
     kept = uniform(seed, places(x.size)) * scale < magnitude
@@ -245,7 +245,7 @@ def mean(total: float, num: int) -> np.float32:
 
 
 def pack(trits: Trits) -> ByteArray:
-    """Return element i at bits 2(i mod 4) of byte i // 4: 0 -> 00, +1 -> 01, -1 -> 10."""
+    """Pack element i at bits 2(i mod 4) of byte i // 4: 0 -> 00, +1 -> 01, -1 -> 10."""
     codes = np.zeros(-(-trits.size // 4) * 4, np.uint8)
     codes[: trits.size] = (trits > 0) | ((trits < 0).astype(np.uint8) << np.uint8(1))
     quads = codes.reshape(-1, 4)
@@ -255,15 +255,15 @@ def pack(trits: Trits) -> ByteArray:
 
 
 def unpack(packed: ByteArray, numel: int, quads: NDArray[Any] = _QUADS) -> NDArray[Any]:
-    """Undo `pack`. quads: (256, 4), the four elements that each byte stands for. Raises ValueError
-    at the code 11, which `pack` never makes."""
+    """Unpack the trits of `pack`. quads: (256, 4), the four elements that each byte stands for.
+    Raises ValueError at the code 11, which `pack` never makes."""
     _check(packed, numel)
     elements: NDArray[Any] = np.take(quads, packed, axis=0).reshape(-1)[:numel]
     return elements
 
 
 def _check(packed: ByteArray, numel: int) -> None:
-    """Raise ValueError for the code 11; bits after the last element in its byte are ignored."""
+    """Raise ValueError if a packed element has the invalid code 11; padding bits are ignored."""
     whole, rest = divmod(numel, 4)
     both = packed & packed >> np.uint8(1) & np.uint8(0b0101_0101)
     last = both[whole : whole + 1] & np.uint8((1 << 2 * rest) - 1)

@@ -43,7 +43,9 @@ def make_codec(
     numerics: int = CURRENT,
 ) -> Codec:
     """Return the codec of a layout. seed: that of the job; `spec.seed` takes precedence.
-    with_feedback: there is a party that keeps residuals, if the section asks for them."""
+
+    with_feedback: the caller can keep residuals, if the section asks for error feedback.
+    """
     codec = _bare_codec(spec, layout, seed if spec.seed is None else spec.seed, numerics)
     return ErrorFeedback(layout, codec) if spec.has_feedback and with_feedback else codec
 
@@ -64,7 +66,7 @@ def _bare_codec(spec: CompressionSpec, layout: Layout, seed: int, numerics: int)
 
 
 def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
-    """Return a function from the number of elements of a tensor to its codec."""
+    """Return a factory that makes the codec of one tensor from its number of elements."""
     match spec.codec:
         case "fp16":
             return Half
@@ -98,22 +100,22 @@ def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
 
 
 def are_forwarded(num_live: int, message_bytes: int, raw_bytes: int) -> bool:
-    """Return whether the messages of all live shards are forwarded to every worker, rather than
-    their decoded sum, because that takes fewer bytes; the bits are the same."""
+    """Return whether forwarding all shards' messages to every worker takes fewer bytes than sending
+    their decoded sum; the bits are the same."""
     return num_live * message_bytes < raw_bytes
 
 
 def unit(weight: float, numerics: int) -> float:
-    """Return the divisor of a shard's gradient, a sum over its rows, before it is coded; the
-    decoded gradient is multiplied by it. By the rules of `numerics` 1 the sum itself is coded."""
+    """Return the number by which a shard's gradient, a sum over its rows, is divided before
+    encoding and multiplied after decoding; 1 by the rules of `numerics` 1."""
     return weight if numerics >= 2 and 0 < weight < math.inf else 1.0
 
 
 def sum_messages(
     codec: Codec, messages: Sequence[bytes], seed: int, step: int, numerics: int
 ) -> tuple[FloatArray, NDArray[np.float64]]:
-    """Return (sum of the decoded tensors, flat one after the other; sum of the extras), in the
-    tree.
+    """Decode and add the messages of all shards; return (sum of the flat tensors, sum of the
+    extras), added in the tree order.
 
     messages: of the shards 0, 1, ... in order; their keys follow from seed, step and shard. Raises
     ValueError for a payload that no encoder can have made.
@@ -142,13 +144,13 @@ def sum_messages(
 # tensor uncoded. Clients keep nothing from round to round, so there is no residual.
 
 PAYLOAD: Final = "payload"
-"""The name of the payload among the tensors; the names of a model's tensors have a slash."""
+"""The tensor name of a payload; it cannot clash, since names of a model's tensors have a slash."""
 
 
 def update_codec(
     job: JobSpec, coded: Iterable[TensorSpec], numerics: int
 ) -> tuple[Codec, list[str]]:
-    """Return the codec of these tensors, and their names in its order."""
+    """Return the codec of a client's update of these tensors, and the names in its order."""
     assert job.compression is not None
     layout = sorted(
         (TensorLayout(tensor.name, tensor.shape) for tensor in coded), key=lambda e: e.name
@@ -158,7 +160,7 @@ def update_codec(
 
 
 def update_key(job: JobSpec, round_num: int, client: int) -> int:
-    """Return the key of an update: different for each update, the same when a round is repeated."""
+    """Return the random key of a client's update: unique, but equal if the round is repeated."""
     assert job.compression is not None
     seed = job.seed if job.compression.seed is None else job.compression.seed
     return derive(seed, round_num, client)

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes
 
 _PLACES_READ: Final = 1 << 14
-"""The number of places that are read at once."""
+"""The number of indices that are read at once."""
 
 
 class TopK:
-    """k float32 values, then min(4k, ceil(n / 8)) bytes of places."""
+    """Top-k codec: k float32 values, then their indices in min(4k, ceil(n / 8)) bytes."""
 
     def __init__(self, numel: int, *, k_fraction: float) -> None:
         self._numel = numel
@@ -52,7 +52,7 @@ class TopK:
         return window
 
     def _places(self, read: Read, start: int, stop: int, num_before: int) -> NDArray[np.int64]:
-        """Return the places in a window; num_before: the number of places before it."""
+        """Return the kept indices in a window; num_before: the number of kept indices before it."""
         if self._is_bitmap:
             first, skipped = divmod(start, 8)
             bits = read(4 * self._k + first, -(-stop // 8) - first, "u1")
@@ -71,7 +71,7 @@ class TopK:
 
 
 def largest(x: FloatArray, k: int) -> NDArray[np.int64]:
-    """Return the places of the k largest |x|, ascending."""
+    """Return the indices of the k largest |x|, ascending."""
     if k == 0:
         return np.empty(0, np.int64)
     magnitude = np.abs(x)

@@ -41,25 +41,25 @@ from stratagem.common.numerics.shards import pairwise_sum
 
 MIN_DIMENSION: Final = 64
 BUNDLE: Final = "the bundle of all tensors"
-"""The name in an error where the sum of finite tensors overflows."""
+"""The name in the error if the sum of finite tensors overflows."""
 SKETCH_THRESHOLD_FRACTION: Final = 0.7
 PLAIN_SHARE: Final = 0.25
-"""The largest share of the places that tensors beside the bundle may have."""
+"""The largest share of the vector's places that tensors sent uncoded may take."""
 _KEY_SALT: Final = 0x5BD1E995
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A linear map from n values to d: place j of block b holds element b·d + (a_b·j + c_b mod d),
-    or 0 beyond n, times a sign; the sketch is the sum over the blocks, ascending."""
+    """A count sketch, a linear map from n values to d: place j of block b holds element b·d +
+    (a_b·j + c_b mod d), or 0 beyond n, times a sign; blocks are added in ascending order."""
 
     seed: int
     numel: int
     dimension: int
-    """A power of two, so that an odd a_b makes a permutation."""
+    """The size d of the sketch; a power of two, so that an odd a_b makes a permutation."""
 
     def project(self, x: FloatArray) -> FloatArray:
-        """Return Return the sketch, (d,), of x, (n,)."""
+        """Return the sketch, (d,), of x, (n,)."""
         total = np.zeros(self.dimension, np.float32)
         for block in range(self._num_blocks):
             elements, signs = self._block(block)
@@ -69,7 +69,7 @@ class Sketch:
         return total
 
     def transpose(self, y: FloatArray) -> FloatArray:
-        """Return Return the transpose of the map, (n,), of y, (d,)."""
+        """Map y, (d,), back by the transpose of the sketch, and return (n,) values."""
         x = np.empty(self.numel, np.float32)
         for block in range(self._num_blocks):
             elements, signs = self._block(block)
@@ -82,7 +82,7 @@ class Sketch:
         return -(-self.numel // self.dimension)
 
     def _block(self, block: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], FloatArray]:
-        """Return (element of each place, sign of each place)."""
+        """Return the element number and the sign at each place of one block."""
         pair = np.array([2 * block, 2 * block + 1], np.uint64).astype(np.uint32)
         a, c = hash32(self.seed, pair)
         here = places(self.dimension)
@@ -93,31 +93,31 @@ class Sketch:
 
 
 def signs_of(seed: int, where: Words) -> FloatArray:
-    """Return +1 where the hash is even, else -1."""
+    """Return pseudorandom signs: +1 if the hash of a place is even, else -1."""
     odd = (hash32(seed, where) & np.uint32(1)).astype(np.float32)
     return np.float32(1.0) - np.float32(2.0) * odd
 
 
 def key_of(name: str, dimension: int) -> FloatArray:
-    """Return the ±1 key of a tensor, which follows from its name alone."""
+    """Return the ±1 vector to which a tensor is bound; it follows from the tensor's name alone."""
     return signs_of(key_seed(name), places(dimension))
 
 
 def key_seed(name: str) -> int:
-    """Return the seed of the hash whose lowest bits are the key."""
+    """Return the hash seed of a tensor's ±1 vector."""
     return name_seed(name) ^ _KEY_SALT
 
 
 def bind(vector: FloatArray, key: FloatArray) -> FloatArray:
-    """Bind a vector to a key, or unbind it: a key of ±1 undoes itself. Raises ValueError for
-    different lengths."""
+    """Multiply a vector by a ±1 key; a second call with the same key unbinds it. Raises ValueError
+    for different lengths."""
     if vector.shape != key.shape:
         raise ValueError(f"a vector of shape {vector.shape} and a key of {key.shape}")
     return vector * key
 
 
 def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
-    """Return the sum, in order. Raises ValueError for no vectors, or different lengths."""
+    """Add the vectors in order. Raises ValueError for no vectors, or different lengths."""
     if not vectors:
         raise ValueError("a bundle of no vectors")
     total = vectors[0].copy()
@@ -132,8 +132,8 @@ def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
 
 
 def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> frozenset[int]:
-    """Return the places of the tensors that are sent uncoded beside the bundle; by the rules of
-    `numerics` 1 none."""
+    """Return the indices of the small tensors that are sent uncoded beside the bundle; none by the
+    rules of `numerics` 1."""
     if numerics < 2:
         return frozenset()
     room = PLAIN_SHARE * dimension_fraction * sum(spec.numel for spec in layout)
@@ -147,10 +147,10 @@ def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> f
 
 
 class VsaBesidePlain:
-    """The payload of the bundle, then the small tensors as they are, in order of the layout."""
+    """A codec that sends most tensors in one bundle, and after it the small tensors uncoded."""
 
     def __init__(self, layout: Layout, beside: frozenset[int], bundled: "Vsa") -> None:
-        """Take the codec of the bundle of the other tensors."""
+        """Wrap the codec of the bundle; beside: the indices of the tensors sent uncoded."""
         self._layout, self._beside, self._bundled = layout, beside, bundled
         plain = [layout[place] for place in sorted(beside)]
         self._sizes = [bundled.payload_bytes, *(spec.raw_bytes for spec in plain)]
@@ -188,7 +188,7 @@ class VsaBesidePlain:
 
 
 class Vsa:
-    """The bundle by its codec, then a float32 scale per tensor in order of the layout."""
+    """Vector symbolic codec: one bundle of all tensors, then a float32 scale per tensor."""
 
     def __init__(self, layout: Layout, *, dimension_fraction: float, sketch_codec: str) -> None:
         self._layout = layout
@@ -252,7 +252,7 @@ class Vsa:
         )
 
     def _unbound(self, coded: ByteArray, key: int) -> list[FloatArray]:
-        """Return each tensor up to its scale."""
+        """Decode each tensor from the bundle, still without its scale."""
         vector = self._inner.decoder(in_memory(coded))(0, self.dimension)
         return [
             self.sketch(place, key).transpose(bind(vector, key_of(spec.name, self.dimension)))
@@ -260,24 +260,24 @@ class Vsa:
         ]
 
     def sketch(self, place: int, key: int) -> Sketch:
-        """Return the sketch of the tensor at a place of the layout in the payload with this key."""
+        """Return the sketch of the tensor at this index, for the payload with this key."""
         spec = self._layout[place]
         return Sketch(derive(key, name_seed(spec.name)), spec.numel, self.dimension)
 
 
 def power_of_two_below(value: float) -> int:
-    """Return the largest power of two that is not above the value; at least MIN_DIMENSION."""
+    """Return the largest power of two up to the value, but at least MIN_DIMENSION."""
     return max(MIN_DIMENSION, 1 << max(0, int(value).bit_length() - 1))
 
 
 def best_scale(x: FloatArray, y: FloatArray) -> np.float32:
-    """Return the s for which s·y is nearest to x; 0 where y is zero."""
+    """Return the least-squares scale s that brings s·y nearest to x; 0 if y is zero."""
     wide = y.astype(np.float64)  # squares of float32 overflow; products of two are exact
     return scale_of(pairwise_sum(wide * x), pairwise_sum(wide * wide))
 
 
 def scale_of(product: float, square: float) -> np.float32:
-    """Return the scale from the sums of x·y and of y²."""
+    """Return the least-squares scale from the sums of x·y and of y²."""
     return np.float32(product / square if square else 0.0)
 
 

@@ -20,9 +20,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Rows in order of step. step: the last step of the row; last, min and max of its finite
-    values, NaN where there are none (-0.0 counts as 0.0 in min and max); count and nonfinite: the
-    numbers of values that are finite, and that are not."""
+    """Rows of one series, sorted by step, as one array per column. step: the last step of the row;
+    last, min and max: of its finite values, NaN if there are none (-0.0 counts as 0.0 in min and
+    max); count and nonfinite: the numbers of values that are finite, and that are not."""
 
     step: Ints
     last: Floats
@@ -40,7 +40,7 @@ class Columns:
         return (self.step, self.last, self.min, self.max, self.count, self.nonfinite)
 
     def to_bytes(self) -> bytes:
-        """Return the columns one after the other, little-endian: equal rows, equal bytes."""
+        """Return all columns concatenated, little-endian; equal rows give equal bytes."""
         return b"".join(
             column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
             for column in self.arrays
@@ -52,21 +52,21 @@ ROW_BYTES: Final = 6 * _NUMBER_BYTES
 
 
 def in_planes(data: bytes) -> bytes:
-    """Reorder numbers of eight bytes: the first bytes of all, then the second ones, and so on.
+    """Transpose 8-byte numbers into byte planes: all first bytes, then all second ones, and so on.
 
-    The similar bytes of a column (sign and exponent, the high bytes of whole numbers) are then
-    together, which makes a compressor several times as fast and its output smaller.
+    The similar bytes of a column (sign and exponent, the high bytes of ints) are then together,
+    which makes a compressor several times as fast and its output smaller.
     """
     return np.frombuffer(data, np.uint8).reshape(-1, _NUMBER_BYTES).T.tobytes()
 
 
 def out_of_planes(data: bytes) -> bytes:
-    """Undo `in_planes`. Raises ValueError for a length that it cannot have made."""
+    """Undo `in_planes`. Raises ValueError unless the length is a multiple of 8."""
     return np.frombuffer(data, np.uint8).reshape(_NUMBER_BYTES, -1).T.tobytes()
 
 
 def from_bytes(data: bytes) -> Columns:
-    """Return the columns that `to_bytes` wrote. Raises ValueError for a wrong length."""
+    """Parse the columns that `to_bytes` wrote. Raises ValueError for a wrong length."""
     num_rows, rest = divmod(len(data), ROW_BYTES)
     if rest:
         raise ValueError(f"{len(data)} bytes are no rows of {ROW_BYTES} bytes")
@@ -83,7 +83,7 @@ EMPTY: Final = from_bytes(b"")
 
 
 def from_values(steps: Sequence[int], values: Sequence[float]) -> Columns:
-    """Return rows of stride one: a step and its value each."""
+    """Return rows of stride 1: one row per step and value."""
     value = np.array(values, np.float64)
     is_finite = np.isfinite(value)
     last = np.where(is_finite, value, np.nan)
@@ -94,7 +94,7 @@ def from_values(steps: Sequence[int], values: Sequence[float]) -> Columns:
 
 
 def concatenated(parts: Sequence[Columns]) -> Columns:
-    """Return the rows of all parts, one part after the other, none merged."""
+    """Concatenate the rows of all parts without merging any."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -103,12 +103,12 @@ def concatenated(parts: Sequence[Columns]) -> Columns:
 
 
 def part_of(columns: Columns, start: int, end: int) -> Columns:
-    """Return some of the rows, by number."""
+    """Return the rows [start, end), by row number."""
     return Columns(*(column[start:end] for column in columns.arrays))
 
 
 def coarsened(columns: Columns, stride: int) -> Columns:
-    """Merge the rows that belong to one bucket of this stride."""
+    """Merge all rows in the same bucket of `stride` steps into one row."""
     if not len(columns):
         return columns
     buckets = (columns.step - 1) // stride
@@ -130,12 +130,12 @@ def coarsened(columns: Columns, stride: int) -> Columns:
 
 
 def joined(parts: Sequence[Columns], stride: int) -> Columns:
-    """Merge parts whose steps follow each other into rows of this stride."""
+    """Concatenate parts with consecutive steps and merge their rows to this stride."""
     return coarsened(concatenated(parts), stride)
 
 
 def clipped(columns: Columns, stride: int, from_step: int, to_step: int | None = None) -> Columns:
-    """Return the rows of this stride whose bucket has a step from from_step to to_step."""
+    """Return the rows whose bucket, of this stride, contains a step from from_step to to_step."""
     buckets = (columns.step - 1) // stride
     wanted = buckets >= (from_step - 1) // stride
     if to_step is not None:
@@ -144,7 +144,7 @@ def clipped(columns: Columns, stride: int, from_step: int, to_step: int | None =
 
 
 def shortened(columns: Columns, stride: int, max_rows: int) -> tuple[Columns, int]:
-    """Double the stride until there are at most max_rows rows; return them and the stride."""
+    """Double the stride until at most max_rows rows are left; return the rows and the stride."""
     while len(columns) > max_rows:
         stride *= 2
         columns = coarsened(columns, stride)
@@ -164,7 +164,7 @@ MAX_ROWS: Final = 2048
 
 
 def stride_of(num_steps: int) -> int:
-    """Return the smallest power of two with which so many steps take at most MAX_ROWS rows."""
+    """Return the smallest power of two for which num_steps steps fit in MAX_ROWS rows."""
     stride = 1
     while -(-num_steps // stride) > MAX_ROWS:
         stride *= 2

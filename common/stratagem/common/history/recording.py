@@ -35,28 +35,28 @@ from stratagem.common.history.columns import (
 # values, which are put in rows many at once.
 
 MAX_SERIES: Final = 256
-"""The largest number of series of one party; more are not recorded."""
+"""The largest number of recorded series per party; further series are dropped."""
 MAX_NAME: Final = 128
 """The largest number of characters in the name of a series."""
 
 
 class Series(NamedTuple):
-    """The name of a series, and whether it depends on clocks and machines."""
+    """The name of a series, and whether its values depend on clocks and machines."""
 
     name: str
     observed: bool = False
 
 
 SeriesRows = Mapping[Series, Columns]
-"""Rows by series."""
+"""The rows of several series, keyed by series."""
 
 _MAX_PENDING: Final = 2048
-"""The number of calls of `add` after which values are put in rows if nobody takes them."""
+"""The number of calls of `add` after which pending values are merged into rows."""
 
 
 @dataclass(slots=True)
 class _SeriesRecorder:
-    """The rows of one series so far, followed by the values that are not in a row yet."""
+    """The recorder of one series: its rows so far, and pending values that are not in a row yet."""
 
     step: int = 0
     """The step of the newest value."""
@@ -64,11 +64,11 @@ class _SeriesRecorder:
     values: list[float] = field(default_factory=list)
     rows: Columns = EMPTY
     num_closed: int = 0
-    """The number of rows that get no more values."""
+    """The number of closed rows, which get no more values."""
     num_taken: int = 0
 
     def fold(self, stride: int) -> None:
-        """Put the values in rows. The last row stays open, since more of its steps may come."""
+        """Merge the pending values into rows. The last row stays open for more of its steps."""
         if self.steps:
             closed = part_of(self.rows, 0, self.num_closed)
             opened = part_of(self.rows, self.num_closed, len(self.rows))
@@ -84,20 +84,20 @@ class _SeriesRecorder:
 
 
 class Recorder:
-    """A recorder of values of steps, which come in ascending order; used by one thread."""
+    """A recorder of values per step, in ascending order of steps; not thread-safe."""
 
     def __init__(self, stride: int, from_step: int) -> None:
         self.stride: Final = stride
         self.from_step: Final = from_step
-        """The number of steps that had been applied when the recording began."""
+        """The number of steps already done when the recording began."""
         self.dropped: set[str] = set()
-        """The names of series that are not recorded: too many, or with too long a name."""
+        """The names of series not recorded: there were too many, or the name was too long."""
         self._series: dict[Series, _SeriesRecorder] = {}
         self._num_pending = 0
 
     @classmethod
     def going_on(cls, stride: int, from_step: int, rows: SeriesRows) -> "Recorder":
-        """Return a recorder that continues the rows of another one; see `rows`."""
+        """Make a recorder that continues from the rows of another one; see `rows`."""
         recorder = cls(stride, from_step)
         for series, columns in rows.items():
             if len(columns):
@@ -107,7 +107,7 @@ class Recorder:
         return recorder
 
     def add(self, step: int, values: Iterable[tuple[Series, float]]) -> None:
-        """Record values of a step; a step that a series already has is ignored."""
+        """Record values at a step; a series ignores a step up to its newest one."""
         known = self._series
         for series, value in values:
             its = known.get(series) or self._begin_series(series)
@@ -137,26 +137,26 @@ class Recorder:
         return {series: rows for series, rows in taken.items() if len(rows)}
 
     def rewind(self) -> None:
-        """Let the next call of `take` return all closed rows, from the first one on."""
+        """Make the next call of `take` return all closed rows from the first one on."""
         for its in self._series.values():
             its.num_taken = 0
 
     def end(self) -> SeriesRows:
-        """Close the rows that are open and return them, with those closed since the last call."""
+        """Close all open rows, and return the rows that were closed since the last call."""
         self._fold()
         for its in self._series.values():
             its.num_closed = len(its.rows)
         return self.take()
 
     def rows(self) -> SeriesRows:
-        """Return all rows from the first step on, open buckets included, for a member that copies
-        this member's state and continues from it."""
+        """Return all rows from the first step on, open ones included, so that a member that copies
+        this member's state can continue the recording."""
         self._fold()
         return {series: its.rows for series, its in self._series.items() if len(its.rows)}
 
 
 def is_series_name(name: str) -> bool:
-    """Return whether a series can have this name."""
+    """Return whether the text is a valid name of a series."""
     return 0 < len(name) <= MAX_NAME and is_printable(name)
 
 
@@ -173,19 +173,19 @@ def is_series_name(name: str) -> bool:
 MAX_PART_BYTES: Final = 256 * 1024
 """The largest size of one packed part of a recording."""
 MAX_UNPACKED_BYTES: Final = MAX_SERIES * (MAX_ROWS + 1) * ROW_BYTES + (1 << 18)
-"""The size of all rows of a recording with the most series, and their names."""
+"""The largest size of the unpacked rows and names of one recording."""
 
 _PART_ROWS: Final = 5000
-"""The number of rows of one part that fit in it even if nothing can be compressed."""
+"""The number of rows that fit in one part even if nothing can be compressed."""
 _LEVEL: Final = 3
-"""Within some percent as small as at a higher level, in half the time."""
+"""The zlib level: within some percent as small as a higher level, in half the time."""
 _LENGTH: Final = struct.Struct("<I")
 _IN_PLANES: Final = b"\x01"
-"""No compressed bytes begin with it: zlib begins with its method, which is a different byte."""
+"""The first byte of rows packed in planes; older packed rows begin with zlib's byte."""
 
 
 def pack(rows: SeriesRows) -> bytes:
-    """Pack the rows of all series; the same rows in the same order give equal bytes."""
+    """Pack and compress the rows of all series; equal rows in equal order give equal bytes."""
     head = [[series.name, series.observed, len(columns)] for series, columns in rows.items()]
     text = json.dumps(head, separators=(",", ":")).encode()
     body = in_planes(concatenated([*rows.values()]).to_bytes())
@@ -193,7 +193,7 @@ def pack(rows: SeriesRows) -> bytes:
 
 
 def packed_parts(rows: SeriesRows) -> Iterator[bytes]:
-    """Yield rows as packed parts of at most MAX_PART_BYTES; none where there are no rows."""
+    """Yield the rows as packed parts of at most MAX_PART_BYTES; nothing if there are no rows."""
     part: dict[Series, Columns] = {}
     room = _PART_ROWS
     for series, columns in rows.items():
@@ -210,10 +210,8 @@ def packed_parts(rows: SeriesRows) -> Iterator[bytes]:
 
 
 def unpack(data: bytes, max_bytes: int = MAX_UNPACKED_BYTES) -> dict[Series, Columns]:
-    """Undo `pack`.
-
-    Raises InvalidInputError, for more than max_bytes before anything is decompressed.
-    """
+    """Undo `pack`. Raises InvalidInputError for invalid bytes, and for more than max_bytes before
+    they are decompressed."""
     has_planes = data.startswith(_IN_PLANES)
     raw = _inflated(data[len(_IN_PLANES) :] if has_planes else data, max_bytes)
     try:
@@ -250,7 +248,7 @@ def pack_columns(columns: Columns) -> bytes:
 
 
 def unpack_columns(data: bytes, max_rows: int) -> Columns:
-    """Undo `pack_columns`. Raises InvalidInputError, also for more rows than max_rows."""
+    """Undo `pack_columns`. Raises InvalidInputError, also for more than max_rows."""
     raw = _inflated(data, max_rows * ROW_BYTES)
     if len(raw) % ROW_BYTES:
         raise InvalidInputError.at("columns", f"{len(raw)} bytes are no rows of {ROW_BYTES} bytes")
@@ -271,7 +269,7 @@ def _inflated(data: bytes, max_bytes: int) -> bytes:
 
 
 def _check(columns: Columns, starts: Sequence[int]) -> None:
-    """Refuse rows that no recording has. starts: the first row of each series."""
+    """Raise InvalidInputError for rows that no recording has. starts: first row of each series."""
     falls = np.flatnonzero(np.diff(columns.step) <= 0) + 1
     is_first_step = columns.step[[start for start in starts if start < len(columns)]] < 1
     if not set(falls.tolist()) <= set(starts) or is_first_step.any():
@@ -290,13 +288,13 @@ def _check(columns: Columns, starts: Sequence[int]) -> None:
 # take little room.
 
 PREFIX: Final = "action."
-"""The prefix of the names of all series."""
+"""The name prefix of all series that report stage actions."""
 MAX_ACTIONS: Final = 64
-"""The limit on reported actions of one stage: 3 values each, within the series of a party."""
+"""The largest number of reported actions per stage: 3 values each, within a party's series."""
 MIN_WAIT_S: Final = 1e-5
-"""A shorter wait is the time it takes to see that nothing is missing, and is not reported."""
+"""The shortest wait that is reported; shorter ones are only the time of a check."""
 NONE: Final = -1
-"""Stands for a micro-batch in work that is done once for all of them."""
+"""The micro-batch number of work that is done once for all micro-batches."""
 
 _PARTY: Final = "actions"
 _UNITS_PER_S: Final = 1 << 20
@@ -306,7 +304,7 @@ _SOURCE: Final = re.compile(r"action\.from\.(\d{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
-    """One piece of work of a stage."""
+    """One piece of work of a pipeline stage in a step, with its times."""
 
     kind: str
     """One of forward, backward, input and weight (the two halves of a backward pass), exchange (the
@@ -316,21 +314,21 @@ class StageAction:
     begin_s: float
     end_s: float
     wait_s: float = 0.0
-    """The time that the stage waited, before this action, for messages of other stages."""
+    """The time for which the stage waited before this action for messages of other stages."""
 
 
 def party_of_stage(stage: int) -> str:
-    """Return the name of the part of a party that reports a stage."""
+    """Return the name of the sub-party under which the actions of a stage are reported."""
     return f"{_PARTY}/{stage}"
 
 
 def is_of_newest_segment(party: str) -> bool:
-    """Return whether only the newest segment of this party is kept."""
+    """Return whether only the newest segment is kept of this party: it reports stage actions."""
     return party.rpartition("/")[0].rpartition("/")[2] == _PARTY
 
 
 def told(actions: Sequence[StageAction]) -> list[StageAction]:
-    """Return at most MAX_ACTIONS of these: those of every n-th micro-batch, and of the last one."""
+    """Return at most MAX_ACTIONS actions: those of every n-th and of the last micro-batch."""
     numbers = sorted({each.micro_batch for each in actions if each.micro_batch != NONE})
     stride = 1
     chosen = set(numbers)
@@ -344,21 +342,21 @@ def told(actions: Sequence[StageAction]) -> list[StageAction]:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """The work of a stage in a step."""
+    """The actions of one pipeline stage in one step, with what is needed to align worker clocks."""
 
     rank: int
-    """The rank of its worker in the pipeline."""
+    """The rank, in the pipeline, of the worker that has the stage."""
     sources: Sequence[int]
-    """The stages from which it receives activations, and to which it sends gradients."""
+    """The stages from which the stage receives activations, and to which it sends gradients."""
     actions: Sequence[StageAction]
     began_s: float = 0.0
-    """The time at which the worker began the step, by its clock."""
+    """The time at which the worker began the step, by the worker's own clock."""
     clock: int = 0
-    """Workers with the same number share a clock; 0: no clock."""
+    """The number of the clock; workers with the same number share one. 0: unknown."""
 
     @property
     def values(self) -> dict[str, float]:
-        """Return the values by name of the series."""
+        """Encode the report as values keyed by series name."""
         values = {
             f"{PREFIX}rank": float(self.rank),
             f"{PREFIX}began_s": _rounded(self.began_s),
@@ -376,7 +374,7 @@ class StageReport:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> Self:
-        """Return the report of these values, its complete actions in order of time."""
+        """Decode the report from values keyed by series name; incomplete actions are left out."""
         found: dict[tuple[str, int], dict[str, float]] = {}
         sources: list[int] = []
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""The lines of an audit file, each with its hash and the hash of the line before.
+"""Make and check the lines of an audit log, each with its hash and the hash of the line before.
 
 A line is one JSON object in one spelling. `hash` is the SHA-256 of the line without it, `previous`
 is the `hash` of the line before, so that no line can be changed, removed or inserted without
@@ -16,27 +16,27 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.schema.json import JSON, dump_json
 
 GENESIS: Final = "0" * 64
-"""The hash before the first line."""
+"""The `previous` hash of the first line."""
 TORN: Final = "torn"
-"""The kind of a line that stands for the partial line left by a crash."""
+"""The kind of a line that replaces a partial line left by a crash."""
 MAX_LINE_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedAudit:
-    """The summary of a whole audit."""
+    """The summary of an audit log that passed its check."""
 
     num_lines: int
     head: str
     """The hash of the last line; a copy elsewhere proves that nothing before it was changed."""
     num_torn: int
-    """The number of lines that stand for partial ones."""
+    """The number of lines that replace partial ones."""
     is_torn: bool
     """The file ends in a partial line."""
 
 
 def line_of(record: Mapping[str, JSON], previous: str) -> bytes:
-    """Return the line of a record, after the line with the hash `previous`."""
+    """Encode a record as the line that follows the line with the hash `previous`."""
     body = {**record, "previous": previous}
     return dump_json({**body, "hash": _hash(body)}).encode() + b"\n"
 
@@ -51,7 +51,7 @@ def torn_record(fragment: bytes) -> dict[str, JSON]:
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """Return the record of a line without its line end. Raises IntegrityError if it has changed."""
+    """Parse a line without its line end. Raises IntegrityError if its hash does not match."""
     try:
         record = json.loads(line)
         is_whole = isinstance(record, dict) and dump_json(record).encode() == line
@@ -67,8 +67,8 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 def check_lines(lines: Iterable[bytes]) -> CheckedAudit:
-    """Check an audit, whose lines come with their line ends. Raises IntegrityError, which names the
-    first changed line."""
+    """Check a whole audit log, given as lines with their line ends. Raises IntegrityError, which
+    names the first changed line."""
     head, number, num_torn = GENESIS, 0, 0
     for raw in lines:
         if not raw.endswith(b"\n"):
@@ -85,7 +85,7 @@ def check_lines(lines: Iterable[bytes]) -> CheckedAudit:
 
 
 def hashes(lines: Iterable[bytes]) -> Iterator[str]:
-    """Yield the hash of each line of an audit that `check_lines` has passed."""
+    """Yield the hash of each line of an audit log that `check_lines` has passed."""
     for raw in lines:
         if raw.endswith(b"\n"):
             yield parsed(raw[:-1])["hash"]

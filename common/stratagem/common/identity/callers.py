@@ -43,7 +43,7 @@ from stratagem.common.identity.tls import CertId, Role
 HEADER: Final = "authorization"
 _SCHEME: Final = "Bearer "
 _PREFIX: Final = "stratagem_"
-"""A fixed beginning, by which scanners of repositories and logs find leaked tokens."""
+"""The prefix of every token, by which scanners of repositories and logs find leaked tokens."""
 _TOKEN_BYTES: Final = 32
 _ID_BYTES: Final = 8
 
@@ -63,7 +63,7 @@ ALL_SCOPES: Final = frozenset(Scope)
 
 
 def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
-    """Return the scopes and the scopes that they include."""
+    """Return the scopes together with the lesser scopes that they imply."""
     order = list(Scope)
     highest = max((order.index(scope) for scope in scopes), default=-1)
     return frozenset(order[: highest + 1])
@@ -71,22 +71,22 @@ def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
 
 @dataclass(frozen=True, slots=True)
 class KnownToken:
-    """The record that is kept of a token, without the token itself."""
+    """The stored record of a token: its hash, name, scopes and expiry, without the token itself."""
 
     name: str
     sha256: str
-    """Hex digits in lower case."""
+    """The SHA-256 of the token, as lower-case hex digits."""
     scopes: tuple[Scope, ...]
     expires_s: float | None
-    """Unix time; None: never."""
+    """The Unix time at which the token expires; None: never."""
     token_id: str = ""
-    """Distinguishes earlier and later tokens of one name; empty in files of earlier versions."""
+    """A unique id, which distinguishes tokens of one name; empty in files of earlier versions."""
 
 
 def new_token(
     name: str, scopes: Iterable[Scope], expires_s: float | None = None
 ) -> tuple[str, KnownToken]:
-    """Return a fresh token, and its record."""
+    """Make a new token; return the token and its record."""
     token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
     kept = tuple(scope for scope in Scope if scope in set(scopes))
     if not kept:
@@ -96,7 +96,7 @@ def new_token(
 
 
 def add_token(path: Path, known: KnownToken) -> None:
-    """Add a token to a tokens file, which is replaced whole and only its owner can read."""
+    """Add a record to a tokens file, which is replaced atomically; only its owner can read it."""
     tokens = read_tokens(path) if path.exists() else ()
     if known.name in {token.name for token in tokens}:
         raise AlreadyExistsError(f"{path} has a token {known.name!r} already; revoke it first")
@@ -104,7 +104,7 @@ def add_token(path: Path, known: KnownToken) -> None:
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove a token from a tokens file. Raises InvalidInputError when it is not there."""
+    """Remove a token from a tokens file. Raises InvalidInputError if it is not there."""
     tokens = read_tokens(path)
     left = tuple(token for token in tokens if token.name != name)
     if left == tokens:
@@ -114,7 +114,7 @@ def remove_token(path: Path, name: str) -> None:
 
 
 def read_tokens(path: Path) -> tuple[KnownToken, ...]:
-    """Read the tokens of a tokens file. Raises InvalidInputError, which names its fault."""
+    """Read the records of a tokens file. Raises InvalidInputError, which names what is wrong."""
     try:
         document = json.loads(path.read_text())
         return tuple(map(_parse_token, document["tokens"]))
@@ -127,10 +127,10 @@ def read_tokens(path: Path) -> tuple[KnownToken, ...]:
 
 
 class TokenBook:
-    """The tokens of a file, read again when it changes."""
+    """The records of a tokens file, reloaded when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file; one that does not exist yet has no tokens. Raises InvalidInputError when
+        """Read the file; one that does not exist yet has no tokens. Raises InvalidInputError if
         it cannot be used."""
         self._file = WatchedFiles(
             [path],
@@ -140,7 +140,7 @@ class TokenBook:
         )
 
     def find(self, token: str, now_s: float) -> KnownToken:
-        """Return the entry of a token. Raises UnauthenticatedError if unknown or expired."""
+        """Return the record of a token. Raises UnauthenticatedError if it is unknown or expired."""
         digest, known = _digest(token), None
         for entry in self._file.newest():  # all are compared, so the time taken reveals nothing
             if hmac.compare_digest(entry.sha256, digest):
@@ -154,7 +154,7 @@ class TokenBook:
 
 
 class TokenFile:
-    """The one token of a caller, read again when its file changes."""
+    """The token that this process shows to servers, reloaded when its file changes."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
@@ -162,7 +162,7 @@ class TokenFile:
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of a call. Raises InvalidInputError for an unusable file."""
+        """Return the call metadata with the token. Raises InvalidInputError for a bad file."""
         try:
             stamp = stamp_of(self._path)
             if stamp != self._seen:
@@ -212,7 +212,7 @@ def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:
 
 
 class Anyone(StrEnum):
-    """A caller who needs no proof."""
+    """The marker, in the table of calls, of a call that needs no authentication."""
 
     ANYONE = "anyone"
 
@@ -221,7 +221,7 @@ Who = Role | Scope | Anyone
 
 
 class Names(StrEnum):
-    """The kind of thing that a request names, and its required owner; the value is for people."""
+    """The kind of resource that a request names, which decides how ownership is checked."""
 
     NOTHING = "nothing that has an owner"
     SHARED_RUN = "a run: with `read` all runs are visible, and their states"
@@ -237,12 +237,13 @@ class Names(StrEnum):
 
 
 UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DATA, Names.ORDERED})
-"""The kinds of things that every permitted caller may name."""
+"""The kinds of resources that every permitted caller may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """The roles or scopes of which a caller needs one, and what the call may be about."""
+    """A row of the table of calls: the scopes or roles of which a caller needs one, and the kind of
+    resource that requests name."""
 
     who: tuple[Who, ...]
     names: Names
@@ -315,7 +316,7 @@ def is_open(method: str) -> bool:
 
 
 def say_needed(needed: Iterable[Who]) -> str:
-    """Return the scopes and roles of which one is enough, for a refusal."""
+    """Format the scopes and roles, of which a caller needs one, for an error message."""
     words = [
         f"the scope {need}" if isinstance(need, Scope) else f"the role {need}" for need in needed
     ]
@@ -345,7 +346,7 @@ def fingerprint(pem: bytes) -> str:
 
 
 def check_entry(entry: str) -> str:
-    """Return an entry of the file, checked. Raises InvalidInputError when it names no holder."""
+    """Validate an entry of a revocation list and return it. Raises InvalidInputError."""
     if not (_FINGERPRINT.fullmatch(entry) or _HOLDER.fullmatch(entry)):
         roles = ", ".join(f"`{role} NAME`" for role in Role)
         raise InvalidInputError.at("revoked", f"{entry!r} is neither {roles} nor `sha256:HEX`")
@@ -353,7 +354,7 @@ def check_entry(entry: str) -> str:
 
 
 def read_revoked(path: Path) -> frozenset[str]:
-    """Return the entries of a file. Raises InvalidInputError, which names an unreadable line."""
+    """Read the entries of a revocation list. Raises InvalidInputError, which names a bad line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -370,7 +371,7 @@ def read_revoked(path: Path) -> frozenset[str]:
 
 
 def add_revoked(path: Path, entries: Iterable[str]) -> None:
-    """Add entries to a file, or create it, by one rename."""
+    """Add entries to a revocation list, which is created if missing and replaced atomically."""
     known = read_revoked(path) if path.exists() else frozenset()
     new = [entry for entry in entries if check_entry(entry) not in known]
     before = path.read_text() if path.exists() else ""
@@ -380,10 +381,10 @@ def add_revoked(path: Path, entries: Iterable[str]) -> None:
 
 
 class RevokedFile:
-    """The revocation list of a process, read from a file."""
+    """The revocation list of a process, reloaded when its file changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises InvalidInputError when it cannot be used."""
+        """Read the file. Raises InvalidInputError if it cannot be used."""
         self._file = WatchedFiles(
             [path],
             lambda: read_revoked(path),
@@ -392,7 +393,7 @@ class RevokedFile:
         )
 
     def check(self, cert_id: CertId, pem: bytes) -> None:
-        """Raise UnauthenticatedError for a caller whose certificate is revoked."""
+        """Raise UnauthenticatedError if this certificate is revoked."""
         entries = self._file.newest()
         if entries and (str(cert_id) in entries or fingerprint(pem) in entries):
             raise UnauthenticatedError(f"the certificate of {cert_id} has been revoked")
@@ -401,12 +402,12 @@ class RevokedFile:
 # ---- Authentication ----
 
 _NUMBERED: Final = "#"
-"""The separator between the name of a token and its id, which no name contains."""
+"""The separator between a token's name and id; no name contains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The identity of a caller, as far as it has been proved."""
+    """The identity of a caller, as far as it is proved, and what the caller may do."""
 
     name: str
     """The name, such as "client alice", "worker w0" or "token ci"; empty without authentication."""
@@ -416,8 +417,8 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """Return the owner of what the caller makes. A new token inherits nothing from a revoked
-        one of its name; a renewed certificate has the same owner."""
+        """Return the name under which the caller owns what it creates. A new token inherits nothing
+        from a revoked one of its name; a renewed certificate has the same owner."""
         return f"{self.name}{_NUMBERED}{self.token_id}" if self.token_id else self.name
 
     @property
@@ -427,7 +428,7 @@ class Caller:
 
     @property
     def may(self) -> frozenset[Who]:
-        """Return the caller's scopes and role; a call asks for one of several of these."""
+        """Return the caller's scopes and role; a call requires one of several."""
         return self.scopes if self.cert_id is None else self.scopes | {self.cert_id.role}
 
     @property
@@ -443,7 +444,7 @@ class Caller:
         return self.cert_id is None or any(map(self.cert_id.covers, worker_ids))
 
     def must_be_worker(self, worker_id: str) -> None:
-        """Refuse a worker that acts for another one."""
+        """Raise PermissionDeniedError if the caller is a worker that acts for another worker."""
         if self.cert_id is not None and not self.cert_id.covers(worker_id):
             raise PermissionDeniedError(
                 f"{self.name} speaks for worker {worker_id!r}: a worker's name must be the one in "
@@ -451,7 +452,7 @@ class Caller:
             )
 
     def must_own(self, run_id: str, owner: str) -> None:
-        """Refuse a caller without the scope admin that would change another one's run."""
+        """Raise PermissionDeniedError unless the caller owns the run or has the scope admin."""
         if self.owner != owner and not self.is_admin:
             name = owner.partition(_NUMBERED)[0]
             other = "an earlier " if name == self.name else ""
@@ -462,19 +463,19 @@ class Caller:
 
 
 NOBODY: Final = Caller("")
-"""The caller where there is no authentication."""
+"""The unauthenticated caller, on servers without TLS."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 _check_again: ContextVar[Callable[[], None] | None] = ContextVar("check_again", default=None)
 
 
 def current_caller() -> Caller:
-    """Return the caller of the call that is being served."""
+    """Return the caller of the call that this task serves."""
     return _caller.get()
 
 
 def check_caller_again() -> None:
-    """Refuse the caller of a long call if its certificate has been revoked since the call began."""
+    """Raise UnauthenticatedError if the caller's certificate was revoked during a long call."""
     check = _check_again.get()
     if check is not None:
         check()
@@ -482,7 +483,7 @@ def check_caller_again() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Authorizer:
-    """The authentication and authorization of a server's callers; made once per server."""
+    """The authenticator and authorizer of all calls to one server."""
 
     trust_domain: str = ""
     """The trust domain of accepted certificates; empty: the server has no TLS."""
@@ -495,10 +496,10 @@ class Authorizer:
         auth_context: Mapping[str, Iterable[bytes]],
         metadata: Iterable[tuple[str, Any]],
     ) -> None:
-        """Admit a call and note its caller.
+        """Authenticate and authorize the caller of a call, and make it the current caller.
 
-        Raises UnauthenticatedError when the caller's identity is not proved, PermissionDeniedError
-        when the caller may not make the call.
+        Raises UnauthenticatedError if the caller's identity is not proved, PermissionDeniedError if
+        the caller may not make the call.
         """
         rule = TABLE.get(method)
         if rule is None:

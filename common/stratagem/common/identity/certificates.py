@@ -53,13 +53,13 @@ from stratagem.common.identity.tls import (
 CA_FILE: Final = "ca.crt"
 CA_KEY_FILE: Final = "ca.key"
 DAYS: Final = 3650
-"""The days for which an authority is valid."""
+"""The number of days for which an authority is valid."""
 SKEW: Final = timedelta(minutes=5)
-"""Certificates are valid from this long before now, for clocks that are behind."""
+"""The time by which validity begins before now, so that slow clocks accept new certificates."""
 
 
 def create(folder: Path, trust_domain: str, valid: timedelta) -> None:
-    """Create the files of a first authority. Raises AlreadyExistsError where there is one."""
+    """Create the files of a first authority. Raises AlreadyExistsError if there is one."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     name = subject(f"{trust_domain} development authority")
     key, certificate = _new(name, valid)
@@ -68,12 +68,12 @@ def create(folder: Path, trust_domain: str, valid: timedelta) -> None:
 
 
 def trusted(folder: Path) -> list[x509.Certificate]:
-    """Return the authorities in a folder that `certs init` has made."""
+    """Return the trusted authorities in a folder that `certs init` made."""
     return certificates_in("folder", folder / CA_FILE)
 
 
 def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Return the authority that signs now: the trusted one whose key is in the folder."""
+    """Return the authority that signs now, with its key: the one whose key is in the folder."""
     path = folder / CA_KEY_FILE
     try:
         key = load_pem_private_key(path.read_bytes(), None)
@@ -91,9 +91,9 @@ def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
 
 
 def renew(folder: Path, valid: timedelta) -> None:
-    """Create an authority that signs from now on, beside the old one, which stays trusted.
+    """Create an authority that signs from now on; the old one stays trusted.
 
-    Raises WrongStateError while two are trusted already. A crash between the two files leaves an
+    Raises WrongStateError if two are trusted already. A crash between the two files leaves an
     authority that is trusted and has signed nothing; `retire` drops it.
     """
     old, _ = signer(folder)
@@ -109,8 +109,8 @@ def renew(folder: Path, valid: timedelta) -> None:
 
 
 def retire(folder: Path, signed: Sequence[Path]) -> None:
-    """Trust only the authority that signs now. Raises WrongStateError when there is no other, and
-    while the other has signed one of the certificates in these files."""
+    """Stop trusting the old authority. Raises WrongStateError if there is none, or if the old one
+    has signed one of the certificates in these files."""
     current, _ = signer(folder)
     if len(trusted(folder)) == 1:
         raise WrongStateError(f"{folder / CA_FILE} holds one authority; there is none to retire")
@@ -128,7 +128,7 @@ def subject(common_name: str) -> x509.Name:
 
 
 def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
-    """Return a builder of a certificate that is valid from now until `ends`."""
+    """Return a builder for a certificate that is valid from now until `ends`."""
     return (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -139,7 +139,7 @@ def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
 
 
 def issued_by(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """Return an authority's identifier by its key, as its successor has the same name."""
+    """Return the extension that names the issuer by key, since its successor has the same name."""
     key_id = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
 
@@ -149,7 +149,7 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> None:
-    """Write all of the file or nothing, never with more permissions than `mode`."""
+    """Write a new file, or replace one, atomically, never with more permissions than `mode`."""
     if path.exists() and not replace:
         raise AlreadyExistsError(f"{path} is there already")
     with whole_file(path, mode=mode) as file:
@@ -159,7 +159,7 @@ def write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> No
 def certificate_of(
     key: ec.EllipticCurvePrivateKey, name: x509.Name, valid: timedelta
 ) -> x509.Certificate:
-    """Sign the certificate of an authority with this key."""
+    """Make the self-signed certificate of an authority with this key."""
     public = key.public_key()
     return (
         builder(name, datetime.now(UTC) + valid)
@@ -201,12 +201,12 @@ _CA_USAGE: Final = x509.KeyUsage(
 
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS: Final = 90
-"""The days for which a certificate is valid, unless its authority ends before."""
+"""The default number of days for which a certificate is valid; its authority may end earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A certificate authority in a folder with the certificates that it has signed."""
+    """A certificate authority in a folder, with the certificates that it has signed."""
 
     folder: Path
     trust_domain: str = DEFAULT_TRUST_DOMAIN
@@ -239,7 +239,7 @@ class Authority:
         return self.files(file)
 
     def end_of(self, valid: timedelta | None) -> datetime:
-        """Return the end of a certificate that is signed now: never after that of its authority."""
+        """Return the end of validity of a certificate signed now: never after its authority's."""
         authority, _ = signer(self.folder)
         now, last = datetime.now(UTC), authority.not_valid_after_utc
         path = self.folder / CA_FILE
@@ -261,7 +261,7 @@ class Authority:
         return now + valid
 
     def files(self, name: str) -> TlsFiles:
-        """Return the files of a certificate of this authority, such as `worker-w0` or `pool-a`."""
+        """Return the TLS files of a certificate by name, such as `worker-w0` or `pool-a`."""
         folder = self.folder
         return TlsFiles(folder / CA_FILE, folder / f"{name}.crt", folder / f"{name}.key")
 
@@ -294,7 +294,7 @@ def make_authority(
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
     valid: timedelta = timedelta(days=DAYS),
 ) -> Authority:
-    """Create an authority. Raises AlreadyExistsError where there is one."""
+    """Create an authority. Raises AlreadyExistsError if there is one."""
     create(folder, trust_domain, valid)
     return Authority(folder, trust_domain)
 
@@ -309,12 +309,9 @@ def init(
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
     days: int | None = None,
 ) -> list[Path]:
-    """Create an authority and sign certificates of a coordinator, workers, pools and clients;
-    return their paths.
-
-    Raises AlreadyExistsError where one of the files exists, InvalidInputError where `days` exceed
-    the validity of an authority; then nothing is written.
-    """
+    """Create an authority, and certificates of a coordinator, workers, pools and clients; return
+    their paths. Raises AlreadyExistsError if one of the files exists, InvalidInputError if `days`
+    exceed the authority's validity; then nothing is written."""
     if days is not None and days > DAYS:
         message = f"{days} is more than the {DAYS} for which an authority is valid"
         raise InvalidInputError.at("days", message)
@@ -363,20 +360,20 @@ def issue(
 
 
 def renew_authority(folder: Path) -> Path:
-    """Add an authority to a folder of `init`, next to the old one; return the file with both."""
+    """Add a new authority to a folder of `init`; return the file with both authorities."""
     _signed(folder)
     renew(folder, timedelta(days=DAYS))
     return folder / CA_FILE
 
 
 def retire_authority(folder: Path) -> Path:
-    """Drop the authority that no longer signs; return the file with the remaining one."""
+    """Drop the authority that no longer signs; return the file with the one that is left."""
     retire(folder, [Path(cert.file) for cert in _signed(folder)])
     return folder / CA_FILE
 
 
 def _signed(folder: Path) -> "list[Shown]":
-    """Return the certificates of holders in a folder of `init`."""
+    """Return the certificates in a folder of `init` that an authority has signed."""
     known = [cert for path in sorted(folder.glob("*.crt")) for cert in show(path)]
     named = [cert for cert in known if cert.name]
     if not (folder / CA_KEY_FILE).exists() or not named:
@@ -391,8 +388,8 @@ def _valid(days: int | None) -> timedelta | None:
 def _named(
     workers: Sequence[str], pools: Sequence[str], clients: Sequence[str]
 ) -> list[tuple[Role, str]]:
-    """Return the roles and names that certificates are wanted for. Raises InvalidInputError for an
-    invalid name."""
+    """Return the (role, name) of each wanted certificate. Raises InvalidInputError for an invalid
+    name."""
     return [
         *((Role.WORKER, check_worker_id(worker)) for worker in workers),
         *((Role.WORKER, of_pool(check_worker_id(pool))) for pool in pools),
@@ -408,18 +405,18 @@ def _file_name(cert_id: CertId) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The contents of a certificate, for people."""
+    """The contents of a certificate in the form for people."""
 
     file: str
     role: str
-    """The role, or `authority`; empty where the certificate names no role."""
+    """The role, or `authority`; empty if the certificate names no role."""
     name: str
     trust_domain: str
     hosts: tuple[str, ...]
     uris: tuple[str, ...]
     expires: datetime
     fingerprint: str
-    """The fingerprint, as in the file of revoked ones; it distinguishes authorities of one name."""
+    """The fingerprint, as in a revocation list; it distinguishes authorities of one name."""
 
     @property
     def has_expired(self) -> bool:
@@ -427,7 +424,7 @@ class Shown:
 
 
 def show(path: Path) -> list[Shown]:
-    """Return the contents of a file's certificates. Raises InvalidInputError when it has none."""
+    """Return the contents of a file's certificates. Raises InvalidInputError if it has none."""
     return [_contents_of(path, certificate) for certificate in certificates_in("file", path)]
 
 

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 _MAX_LINKS: Final = 8
 AUTHORITY: Final = "authority"
-"""Stands for the role of a certificate that signs others."""
+"""The pseudo-role of a certificate that signs others."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainCertificate:
-    """A certificate of a chain, and the file that it was read from."""
+    """One certificate of a chain, with the file that it was read from."""
 
     file: str
     """The path of the file."""
@@ -65,7 +65,7 @@ class ChainCertificate:
 
 
 Chain = tuple[ChainCertificate, ...]
-"""The known certificates from the holder's one up."""
+"""A certificate chain: the holder's certificate first, then each known issuer."""
 
 
 def chain_of(
@@ -74,7 +74,7 @@ def chain_of(
     ca_file: str,
     authorities: Sequence[x509.Certificate],
 ) -> Chain:
-    """Return the chain of a certificate. whose: the file of the first certificate, and of those
+    """Build the chain of the first certificate. whose: the file of that certificate, and of those
     between it and the authorities."""
     current = certificates[0]
     links = [_link(whose, current, is_authority=False)]
@@ -99,12 +99,12 @@ def ended(chain: Chain) -> ChainCertificate | None:
 
 
 def first_to_end(chain: Chain) -> ChainCertificate | None:
-    """Return the certificate that expires first; the highest of several."""
+    """Return the certificate that expires first; of several the one highest in the chain."""
     return min(reversed(chain), key=lambda link: link.ends, default=None)
 
 
 def expiry_text(link: ChainCertificate, signed: str) -> str:
-    """Say that a certificate has expired, and the remedy; `signed` names what it has signed."""
+    """Return the error message for an expired certificate; `signed` names what it has signed."""
     when = f"has expired at {link.ends:%Y-%m-%d %H:%M} UTC"
     if not link.is_authority:
         return f"{link} {when}; renew it"
@@ -125,7 +125,7 @@ def _link(file: str, certificate: x509.Certificate, *, is_authority: bool) -> Ch
 
 
 def has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
-    """Return whether the authority has signed the certificate."""
+    """Return whether the authority's key has signed the certificate."""
     from cryptography.exceptions import InvalidSignature
 
     try:
@@ -139,7 +139,7 @@ def has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bo
 
 DEFAULT_TRUST_DOMAIN: Final = "stratagem"
 POOL: Final = "pool"
-"""Stands for a role in the certificate that all workers of a pool share."""
+"""The pseudo-role in the URI of a certificate that all workers of a pool share."""
 _ANY: Final = "*."
 _SPIFFE: Final = re.compile(
     r"spiffe://(?P<trust>[a-z0-9._-]{1,255})/role/(?P<role>[a-z]+)/(?P<name>[A-Za-z0-9._-]{1,64})"
@@ -158,7 +158,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CertId:
-    """The identity that a certificate states."""
+    """The identity stated in a certificate: trust domain, role and name."""
 
     trust_domain: str
     role: Role
@@ -170,7 +170,7 @@ class CertId:
 
     @property
     def pool(self) -> str:
-        """Return the pool; empty where the certificate has a single holder."""
+        """Return the pool that shares the certificate; "" if it has a single holder."""
         return self.name.removeprefix(_ANY) if self.name.startswith(_ANY) else ""
 
     @property
@@ -179,14 +179,14 @@ class CertId:
         return f"spiffe://{self.trust_domain}/role/{role}/{name}"
 
     def covers(self, name: str) -> bool:
-        """Return whether the holder may go by this name."""
+        """Return whether the holder of this identity may use the name."""
         label, _, rest = name.partition(".")
         return name == self.name or bool(self.pool and label and rest == self.pool)
 
     @classmethod
     def from_uris(cls, uris: list[str]) -> Self:
-        """Return the one identity among a certificate's URIs. Raises InvalidInputError when there
-        are none or several."""
+        """Parse the identity from a certificate's URIs. Raises InvalidInputError unless there is
+        exactly one."""
         matches = [match_ for match_ in map(_SPIFFE.fullmatch, uris) if match_ is not None]
         if len(matches) != 1:
             named = ", ".join(uris) or "no URI at all"
@@ -204,7 +204,7 @@ class CertId:
 
 
 def of_pool(pool: str) -> str:
-    """Return the name in the certificate that all workers `<label>.<pool>` share."""
+    """Return the wildcard name for a certificate shared by all workers `<label>.<pool>`."""
     return f"{_ANY}{pool}"
 
 
@@ -218,7 +218,7 @@ def worker_name(trust_domain: str, worker_id: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """The content of a process's files, which match one another."""
+    """The content of a process's TLS files, checked to match one another."""
 
     ca: bytes
     cert: bytes | None
@@ -229,13 +229,13 @@ class Material:
 
     @property
     def expires(self) -> datetime | None:
-        """Return the earliest end in the certificate's chain; None without a certificate."""
+        """Return the time at which the first certificate of the chain expires; None without one."""
         first = first_to_end(self.chain)
         return None if first is None else first.ends
 
     @property
     def problem(self) -> str:
-        """Return a sentence that names the chain's expired certificate; empty without one."""
+        """Return a sentence about the chain's expired certificate; "" if none has expired."""
         link = ended(self.chain)
         return "" if link is None else expiry_text(link, str(self.chain[0]))
 
@@ -255,7 +255,7 @@ class TlsFiles:
 
     @property
     def paths(self) -> list[File]:
-        """Return the files that are given."""
+        """Return the paths of the files that are configured."""
         return [path for path in (self.ca, self.cert, self.key) if path is not None]
 
     def read(self) -> Material:
@@ -278,7 +278,7 @@ class TlsFiles:
         return Material(ca, cert, key, cert_id, chain)
 
     def identity(self) -> CertId:
-        """Return this process's identity. Raises InvalidInputError where it has no certificate."""
+        """Return this process's identity. Raises InvalidInputError if it has no certificate."""
         cert_id = self.read().cert_id
         if cert_id is None:
             raise InvalidInputError.at("tls_cert", "is needed: this process must prove who it is")
@@ -306,8 +306,8 @@ class TlsFiles:
 def tls_files(
     ca: Path | None, cert: Path | None, key: Path | None, *, needs_cert: bool
 ) -> TlsFiles | None:
-    """Return the files of three settings; None when none is set. Raises InvalidInputError, which
-    names a missing one.
+    """Make TlsFiles from three settings; None if none is set. Raises InvalidInputError, which names
+    a missing one.
 
     needs_cert: the process must prove its identity, as every server must.
     """
@@ -324,20 +324,20 @@ def tls_files(
 
 
 def links_of(field: str, file: Path) -> Chain:
-    """Return the chain in one file. Raises InvalidInputError, which names the setting."""
+    """Read the certificate chain in one file. Raises InvalidInputError, which names the setting."""
     own = certificates_in(field, file)
     return chain_of(str(file), own, "", ())
 
 
 def uris_of(certificate: x509.Certificate) -> list[str]:
-    """Return the URIs among the alternative names of a certificate."""
+    """Return the URIs among the subject alternative names of a certificate."""
     from cryptography import x509
 
     return names_of(certificate, x509.UniformResourceIdentifier)
 
 
 def names_of(certificate: x509.Certificate, kind: type[x509.GeneralName]) -> list[str]:
-    """Return the alternative names of one kind."""
+    """Return the subject alternative names of one kind in a certificate."""
     from cryptography import x509
 
     try:
@@ -355,8 +355,8 @@ def _read(field: str, path: File) -> bytes:
 
 
 def certificates_in(field: str, path: File, pem: bytes | None = None) -> list[x509.Certificate]:
-    """Return the certificates of a file, whose content may be given. Raises InvalidInputError,
-    which names the field and the file that cannot be read or holds none."""
+    """Parse the certificates of a file, whose content may be passed. Raises InvalidInputError,
+    which names the field and a file that cannot be read or holds none."""
     from cryptography import x509
 
     try:
@@ -379,10 +379,10 @@ log = structlog.get_logger()
 
 
 class FreshFiles:
-    """The newest usable content of the files; any thread may ask."""
+    """The newest usable content of TLS files, reloaded on change; thread-safe."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Read the files. Raises InvalidInputError when they cannot be used."""
+        """Read the files. Raises InvalidInputError if they cannot be used."""
         self._files = files
         self._lock = threading.Lock()
         self._watched = WatchedFiles(
@@ -396,7 +396,7 @@ class FreshFiles:
         return self._watched.content
 
     def changed(self) -> bool:
-        """Look at the files; return whether the material has changed since the last call.
+        """Reload changed files; return whether the content has changed since the last call.
 
         Files that do not match, such as a new certificate with its old key, are read again at their
         next change; until then the old content is used.
@@ -427,7 +427,7 @@ class FreshFiles:
 
 
 def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.ServerCredentials:
-    """Return the credentials of a listener; each handshake sees the newest files.
+    """Return gRPC credentials for a listener; each handshake uses the newest files.
 
     asks_for_certificate: callers must have a certificate of the same CA. Otherwise they are not
     asked for one, and their token decides.
@@ -449,7 +449,7 @@ def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.S
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Return the credentials of a connection. They are read once: changed files need a new one."""
+    """Return gRPC credentials for a connection; changed files need a new connection."""
     return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
 
 

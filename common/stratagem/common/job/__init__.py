@@ -1,4 +1,10 @@
-"""This package defines the job document: its sections, its rules, and its canonical text."""
+"""This package defines the job document: its sections, its rules, and its canonical text.
+
+- section: a mapping of the document, checked by a class of its own
+- setting: hyperparameters that apply from a step on
+- turn: one of several optimizers that take turns within each step
+- phases: steps with computed gradients (Full) in turn with steps with predicted ones (Predict)
+"""
 
 from stratagem.common.code.code_section import CodeSpec
 from stratagem.common.job.compression import CompressionSpec, exchanged_codec

@@ -1,7 +1,8 @@
-"""Check what the table of `rules.py` cannot say of a job: what needs a calculation, a walk through
-nested strategies, or a sentence made of several parts.
+"""Check a job for errors that the table in `rules.py` cannot express: they need a calculation, a
+walk through nested strategies, or a sentence made of several parts.
 
-A job is read as the table reads it, by the names of its fields: its class needs these functions.
+`job` is a JobSpec, possibly with invalid fields; it is typed Any because its class needs these
+functions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,7 +54,7 @@ _INNER: Final = "strategy.options.inner"
 
 
 def check_objective_of_stages(job: Any) -> Iterator[Violation]:
-    """Yield why an objective cannot be that of a model in stages."""
+    """Yield an error if a model cut into stages has an objective that needs the whole model."""
     if job.turns is not None or not is_cut(job.strategy):
         return
     if job.step is not None:
@@ -65,7 +66,7 @@ def check_objective_of_stages(job: Any) -> Iterator[Violation]:
 
 
 def check_sites(job: Any) -> Iterator[Violation]:
-    """Yield regions of sites in a job whose clients are simulated."""
+    """Yield an error if regions name sites in a job that simulates its clients."""
     regions = getattr(job.strategy.options, "regions", None)
     if not job.data.worker_local and are_named(regions or {}):
         text = "names sites, which are workers with rows of their own; give data.worker_local, or "
@@ -73,7 +74,7 @@ def check_sites(job: Any) -> Iterator[Violation]:
 
 
 def check_evaluated_rows(job: Any) -> Iterator[Violation]:
-    """Yield a size of batches beside that of the evaluation, where there is no training."""
+    """Yield an error if an evaluation-only job sets two different batch sizes."""
     own = job.evaluation
     is_twice = own is not None and "batch_size" in job.model_fields_set
     if is_twice and job.batch_size != own.batch_size:
@@ -85,7 +86,7 @@ def check_evaluated_rows(job: Any) -> Iterator[Violation]:
 
 
 def check_streams_of_strategies(job: Any) -> Iterator[Violation]:
-    """Yield the strategies, at any level, that cannot read a stream of training rows."""
+    """Yield an error for each strategy, at any level, that cannot read a stream of rows."""
     for path, strategy in levels(job.strategy):
         match strategy:
             case ModelParallel():
@@ -125,7 +126,7 @@ def _intervals(job: Any) -> Iterator[tuple[str, Every]]:
 
 
 def check_units(job: Any) -> Iterator[Violation]:
-    """Yield intervals in a unit that the strategy does not count in."""
+    """Yield an error for each interval in a unit that the strategy does not count in."""
     kind = job.strategy.type
     by_kind = {
         "Federated": ("round",),
@@ -140,7 +141,7 @@ def check_units(job: Any) -> Iterator[Violation]:
 
 
 def check_followed(job: Any) -> Iterator[Violation]:
-    """Yield what is wrong with the metrics that a stop, or a plateau, follows."""
+    """Yield an error if a stop or plateau follows an unmeasured metric, or one of unknown mode."""
     evaluation, optimizer = job.evaluation, job.optimizer
     if evaluation is None:
         return
@@ -163,7 +164,7 @@ def check_followed(job: Any) -> Iterator[Violation]:
 
 
 def check_settings(job: Any) -> Iterator[Violation]:
-    """Yield the ends of settings at which no segment ends, whatever number of rows there is."""
+    """Yield an error if a setting of the schedule ends at a step at which nothing is committed."""
     schedule, num_steps = job.hyperparameter_schedule, job.num_steps
     if schedule is None or num_steps is None or (schedule.last_step or 0) > num_steps:
         return
@@ -187,7 +188,7 @@ MAX_TURNS: Final = 8
 
 
 def check_turns(job: Any) -> Iterator[Violation]:
-    """Yield a wrong number of turns, names that are there twice, and strategies without turns."""
+    """Yield an error if turns are too few, too many, repeat a name, or do not fit the strategy."""
     turns = job.turns
     if turns is None:
         return
@@ -210,7 +211,7 @@ def check_turns(job: Any) -> Iterator[Violation]:
 
 
 def check_compression(job: Any) -> Iterator[Violation]:
-    """Yield where there is nothing to code, or not by the section `compression`."""
+    """Yield an error if the strategy exchanges nothing that the configured codec could encode."""
     if job.compression is None or job.compression.codec == "none":
         return
     strategy = job.strategy
@@ -227,7 +228,7 @@ def check_compression(job: Any) -> Iterator[Violation]:
 
 
 def check_order_of_sums(job: Any) -> Iterator[Violation]:
-    """Yield an exchange that cannot be deterministic in a job that is to be."""
+    """Yield an error if a deterministic job uses an all-reduce that adds in a varying order."""
     how = all_reduce_of(job.strategy)
     if how != DIRECT_ALL_REDUCE and job.execution.deterministic:
         text = f"{how} adds in an order that depends on the workers; set execution.deterministic: "
@@ -235,7 +236,7 @@ def check_order_of_sums(job: Any) -> Iterator[Violation]:
 
 
 def check_pipeline_accumulation(job: Any) -> Iterator[Violation]:
-    """Yield micro-batches that contradict those of the pipeline, which may be an inner one."""
+    """Yield an error if `accumulation` contradicts the micro-batches of the innermost pipeline."""
     own, (*_, (_, innermost)) = job.accumulation, levels(job.strategy)
     pipeline = innermost.communication if isinstance(innermost, ModelParallel) else None
     if not isinstance(pipeline, Pipeline):
@@ -261,7 +262,7 @@ _NOT_PREDICTED: Final[Mapping[str, str]] = {
 
 
 def _kind(strategy: Any) -> str:
-    """Return the name of a strategy; of nodes that gossip, that of their aggregation."""
+    """Return the type of a strategy; "Decentralized" for DataParallel whose nodes gossip."""
     is_gossip = isinstance(strategy, DataParallel) and isinstance(
         strategy.aggregation, Decentralized
     )
@@ -269,10 +270,10 @@ def _kind(strategy: Any) -> str:
 
 
 def check_phases(job: Any) -> Iterator[Violation]:
-    """Yield why phases cannot run under the strategy.
+    """Yield an error if the strategy, or a job that is not deterministic, rules out phase training.
 
-    What decides the phases must be the same on all members, and is where every member holds the
-    sum over the whole batch and the whole model.
+    All members must decide alike when to predict, so each must hold the sum over the whole batch
+    and the whole model.
     """
     if job.phases is None:
         return
@@ -294,7 +295,7 @@ _NOT_AVERAGED: Final[Mapping[str, str]] = {
 
 
 def check_weight_average(job: Any) -> Iterator[Violation]:
-    """Yield why no average of the parameters is kept under the strategy."""
+    """Yield an error if the strategy cannot keep an average of the parameters."""
     if job.weight_average is None or isinstance(job.strategy, Federated):
         return
     for path, strategy in levels(job.strategy):
@@ -304,7 +305,7 @@ def check_weight_average(job: Any) -> Iterator[Violation]:
 
 
 def check_local_periods(job: Any) -> Iterator[Violation]:
-    """Yield intervals that do not end where replicas with local steps are joined."""
+    """Yield an error if a commit or evaluation is due between two joins of local-step replicas."""
     local_steps = local_steps_of(job.strategy)
     if local_steps is None:
         return
@@ -326,12 +327,12 @@ def check_local_periods(job: Any) -> Iterator[Violation]:
 BY_ELEMENT: Final = (
     *("adadelta", "adagrad", "adam", "adamax", "adamw", "nadam", "radam", "rmsprop", "sgd"),
 )
-"""Optimizers whose bits are the same for slices of a parameter; tests compare them."""
+"""Optimizers that compute the same bits on slices of a parameter; tests compare them."""
 
 
 def check_elementwise(job: Any) -> Iterator[Violation]:
-    """Yield the optimizers that may give other bits for slices of a parameter, where the workers
-    have slices of the optimizer's state."""
+    """Yield an error for each optimizer not known to compute the same bits on slices of a
+    parameter, if each worker keeps only a slice of the optimizer's state."""
     if job.optimizer is None or not partitions_state(job.strategy):
         return
     for each in job.optimizer.rules():
@@ -346,7 +347,7 @@ def check_elementwise(job: Any) -> Iterator[Violation]:
 
 
 def check_outermost(job: Any) -> Iterator[Violation]:
-    """Yield options that are of the outermost strategy alone, in strategies inside of it."""
+    """Yield an error if an inner strategy sets an option of the outermost strategy alone."""
     for path, strategy in levels(job.strategy):
         has = {
             "partition_state": partitions_state(strategy),
@@ -362,7 +363,7 @@ def check_outermost(job: Any) -> Iterator[Violation]:
 
 
 def check_client_records(job: Any) -> Iterator[Violation]:
-    """Yield steps of clients that would be recorded of nobody."""
+    """Yield an error if client steps are recorded without clients, or without recorded steps."""
     if job.recording is None or not job.recording.client_steps:
         return
     strategy, field = job.strategy, "recording.client_steps"
@@ -380,7 +381,7 @@ _NORMALIZE: Final = "strategy.options.normalize"
 
 
 def check_lengths_of_steps(job: Any) -> Iterator[Violation]:
-    """Yield why it is not known how far the steps of a client go, where changes are normalized."""
+    """Yield an error if changes are normalized and a client's step lengths are unknown."""
     strategy, optimizer = job.strategy, job.optimizer
     if not isinstance(strategy, Federated) or strategy.options.normalize is None or not optimizer:
         return
@@ -411,7 +412,7 @@ def check_lengths_of_steps(job: Any) -> Iterator[Violation]:
 
 
 def check_adaptive_clipping(job: Any) -> Iterator[Violation]:
-    """Yield a clipping norm that would follow the norms of too few clients."""
+    """Yield an error if an adaptive clipping norm would follow too few clients for its noise."""
     spec, strategy = job.privacy, job.strategy
     if spec is None or spec.unit != "client" or not isinstance(strategy, Federated):
         return
@@ -426,7 +427,7 @@ def check_adaptive_clipping(job: Any) -> Iterator[Violation]:
 
 
 def check_rows_protected(job: Any) -> Iterator[Violation]:
-    """Yield the modules and the options of a round that `privacy.unit: row` does not allow."""
+    """Yield an error for each module and round option that `privacy.unit: row` does not allow."""
     if job.privacy is None or job.privacy.unit != "row" or not isinstance(job.strategy, Federated):
         return
     if job.model.graph is not None:
@@ -450,7 +451,7 @@ def _mixing_rows(graph: GraphSpec, path: str) -> Iterator[Violation]:
 
 
 def check_graph_strategy(job: Any) -> Iterator[Violation]:
-    """Yield a strategy of the graph that is not that of the job."""
+    """Yield an error if the model graph names a strategy other than that of the job."""
     graph = job.model.graph
     if graph is None or graph.training_strategy is None:
         return
@@ -463,7 +464,8 @@ def check_graph_strategy(job: Any) -> Iterator[Violation]:
 
 
 def check_keywords(job: Any) -> Iterator[Violation]:
-    """Yield what torch's optimizers do not know; a population has those of its members."""
+    """Yield an error for each unknown optimizer keyword; the members of a population are checked
+    elsewhere."""
     if job.search_space is None:
         for path, optimizer in job.optimizers().items():
             for each in check_optimizer(optimizer):
@@ -471,7 +473,7 @@ def check_keywords(job: Any) -> Iterator[Violation]:
 
 
 def check_topology(job: Any) -> Iterator[Violation]:
-    """Yield a topology that does not fit the number of nodes."""
+    """Yield an error if the topology of a gossip strategy does not fit its number of nodes."""
     aggregation = getattr(job.strategy, "aggregation", None)
     if isinstance(aggregation, Decentralized):
         try:
@@ -482,8 +484,8 @@ def check_topology(job: Any) -> Iterator[Violation]:
 
 
 def check_replica(job: Any) -> Iterator[Violation]:
-    """Yield why replicas are neither single workers nor pipelines, whose gradients are summed stage
-    by stage."""
+    """Yield an error if a replica is neither one worker nor a pipeline whose gradients can be
+    summed stage by stage."""
     strategy, inner = job.strategy, getattr(job.strategy.options, "inner", None)
     if not isinstance(strategy, DataParallel) or isinstance(inner, Local | DataParallel | None):
         return  # groups of replicas are replicas, or why not has been said
@@ -500,8 +502,8 @@ def check_replica(job: Any) -> Iterator[Violation]:
 
 
 def check_stages(job: Any) -> Iterator[Violation]:
-    """Yield why the partitions do not tile a graph model; other models are known to the workers
-    only."""
+    """Yield an error if the partitions do not cover each node of a graph model exactly once; other
+    models are checked by the workers."""
     if isinstance(job.strategy, ModelParallel):
         yield from _partitions(job, job.strategy, "strategy")
 

@@ -1,4 +1,4 @@
-"""Derives values from a job: other jobs with some fields set, the code that it names."""
+"""Derive values from a job: variants of it with other fields, and the user code that it names."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
     list is found by its name, as in "optimizer.groups.head.lr", or by its place, as in
     "turns.0.params".
 
-    Raises InvalidInputError when a path leads through a value or the job becomes invalid.
+    Raises InvalidInputError if a path leads through a value or the job becomes invalid.
     """
     document = job.document()
     for path, value in values.items():
@@ -50,14 +50,14 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
 
 
 def seed_of(name: str) -> int:
-    """Return the seed, which torch takes, of the part of a job with this name: seeds of different
-    names are independent."""
+    """Return a seed, valid for torch, for the named part of a job; different names give independent
+    seeds."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
 
 
 def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec:
-    """Return the job of a population's member: the run's job with its hyperparameters and a seed of
-    its own."""
+    """Return the job of one member of a population: the run's job with that member's
+    hyperparameters and seed."""
     spec, per_generation = job.strategy, job.steps_per_generation or 1
     assert isinstance(spec, PopulationBased)
     inner = spec.options.inner or Local()
@@ -78,19 +78,19 @@ def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec
 
 
 def scheduled_job(job: JobSpec, setting: SettingSpec) -> JobSpec:
-    """Return what a job with a schedule of hyperparameters is while one setting holds: a job
-    without."""
+    """Return the job for one setting of a hyperparameter schedule: its values are set, the schedule
+    is removed."""
     own: dict[str, JSON] = {"hyperparameter_schedule": None, "seed": setting.seed}
     return with_fields(job, {**own, **thawed(setting.params)})
 
 
 def entry_points(job: JobSpec) -> tuple[str, ...]:
-    """Return exactly what the job names of the user's code; nothing else may be imported."""
+    """Return the entry points that the job names; no other user code may be imported."""
     return tuple(dict.fromkeys(entry_points_by_field(job).values()))
 
 
 def entry_points_by_field(job: JobSpec) -> dict[str, str]:
-    """Return the entry points that the job names, by the path of the field that names each."""
+    """Return the entry points that the job names, keyed by the path of the naming field."""
     data, order, evaluation = job.data, job.data.order, job.evaluation
     named: dict[str, str | None] = {
         "model.entrypoint": job.model.entrypoint,
@@ -122,8 +122,8 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
 
 
 def _drawn(job: JobSpec) -> dict[str, str | None]:
-    """Return the entry points that the members of a population may have, and the settings of a
-    schedule, by where they are listed."""
+    """Return the entry points in a population's search space and in the settings of a schedule,
+    keyed by the path of their list item."""
     found: dict[str, str | None] = {}
     schedule = job.hyperparameter_schedule
     for place, setting in enumerate(schedule.settings if schedule else ()):

@@ -63,7 +63,7 @@ Parallelism: TypeAlias = (
 
 
 def number_of(variant: Variant) -> int:
-    """Return the one number that a variant holds."""
+    """Return the one number that a variant such as Accumulated or PipelineParallel holds."""
     match variant:
         case Checkpointed(number) | Accumulated(number):
             return number

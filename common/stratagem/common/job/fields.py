@@ -74,11 +74,11 @@ LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
     "nll": (),
     "token_cross_entropy": ("ignore_index", "label_smoothing"),
 }
-"""The keyword arguments of each."""
+"""The names of the built-in losses, each with its keyword arguments."""
 RETURNED: Final = "model"
-"""The loss that the model returns itself, beside its outputs."""
+"""The name of the loss that the model itself returns, beside its outputs."""
 FROM_LOSS: Final = ("loss", "perplexity")
-"""Metrics that follow from the loss."""
+"""Metrics that can be computed from the loss alone."""
 METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")
 
 
@@ -97,7 +97,7 @@ def check_metric_name(value: str) -> str:
 
 
 def check_loss_kwargs(name: str, kwargs: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield the keyword arguments that a loss of the table does not take."""
+    """Yield an error for each keyword argument that a built-in loss does not take."""
     for key in kwargs:
         if key not in LOSSES.get(name, (key,)):
             yield Violation(f"kwargs.{key}", unknown_key(key, LOSSES[name]))
@@ -109,7 +109,7 @@ def check_loss_kwargs(name: str, kwargs: Mapping[str, Any]) -> Iterator[Violatio
 # such as `test.accuracy.client_p10` beside `test.accuracy`.
 
 CLIENT_MEAN: Final = "client_mean"
-"""The mean of what clients have measured: for metrics that are no sums over rows."""
+"""The suffix of the mean over clients, for metrics that are no sums over rows."""
 CLIENT_MIN: Final = "client_min"
 CLIENT_MAX: Final = "client_max"
 SHARES: Final[Mapping[str, float]] = {
@@ -119,25 +119,24 @@ SHARES: Final[Mapping[str, float]] = {
     "client_p90": 0.9,
     CLIENT_MAX: 1.0,
 }
-"""The share of the clients, in order of their values, that each name covers."""
+"""The quantiles over clients that are reported, as shares keyed by name."""
 
 
 def of_metric(name: str) -> str:
-    """Return the metric that a name is the spread of; other names are their own."""
+    """Return the metric whose spread over clients a name stands for; other names as they are."""
     metric, _, last = name.rpartition(".")
     return metric if last in SHARES else name
 
 
 def without_spreads(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics without how they spread over clients."""
+    """Return the metrics without the entries that describe their spread over clients."""
     return {name: value for name, value in metrics.items() if of_metric(name) == name}
 
 
 def range_of(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """Return the least and the greatest value of a metric over clients, where they are known.
+    """Return the smallest and the largest value of a metric over clients; None if they are unknown.
 
-    Beside a value over all rows, which may lie outside of it, stands the mean of what clients have
-    measured: the range is that one's alone.
+    Only the mean over clients has a range; a value over all rows may lie outside of it.
     """
     if f"{name}.{CLIENT_MEAN}" in metrics:
         return None

@@ -18,7 +18,7 @@ from stratagem.common.job.job import JobSpec
 from stratagem.common.schema.json import JSON, check_json, item_of, load_json, no_item
 
 _OF_THE_USER: Final = frozenset({"kwargs", "config"})
-"""Keys of mappings whose fields have no defaults of ours."""
+"""Keys of mappings that hold the user's own fields, which have no defaults of ours."""
 _SHORT_FORMS: Final = {
     "code": ("path", "path"),
     "loss": ("name", "entrypoint"),
@@ -26,7 +26,8 @@ _SHORT_FORMS: Final = {
     "data.order": ("by", "entrypoint"),
     "compression": ("codec", "codec"),
 }
-"""The field of a section that bare text in its place is, and the field of "module:name"."""
+"""For each section with a bare-text form: the field that plain text sets, and the field that
+"module:name" sets."""
 _SUFFIXES: Final = ".yaml, .yml, .toml, .json"
 
 
@@ -56,7 +57,7 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, JSON]:
 
 
 def parse_yaml(text: str) -> JSON:
-    """Return the value of a YAML text, nothing but plain data."""
+    """Parse a YAML text that holds nothing but plain data."""
     try:
         loader = _Loader(text)
         try:
@@ -87,9 +88,9 @@ def _parse(suffix: str, text: str) -> object:
 
 
 def _apply(document: dict[str, JSON], override: str) -> None:
-    """Set one value in place; mappings on the way are made where they are missing. An item of a
-    list is named by its place, from 0, or by its name. null takes a field away, so that its default
-    holds; to the user's own functions it is a value."""
+    """Set one value in place, creating missing mappings on the way. An item of a list is named by
+    its index, from 0, or by its name. null removes a field, so that its default holds; to the
+    user's own functions it is a value."""
     dotted, value = _read_override(override)
     parts = dotted.split(".")
     target: dict[str, JSON] | list[JSON] = document
@@ -111,8 +112,8 @@ def _apply(document: dict[str, JSON], override: str) -> None:
 def _inside(
     target: dict[str, JSON] | list[JSON], part: str, override: str, path: Sequence[str]
 ) -> JSON:
-    """Return what a part of a path leads to; a mapping where there is nothing yet, or the short
-    form of one."""
+    """Return the child that one part of a path names, expanding a short form, or creating a mapping
+    if it is missing."""
     if isinstance(target, list):
         return target[_place(target, part, override, path)]
     found, fields = target.get(part), _SHORT_FORMS.get(".".join([*path, part]))
@@ -132,7 +133,7 @@ def _place(items: list[JSON], part: str, override: str, path: Sequence[str]) -> 
 
 
 def _read_override(override: str) -> tuple[str, JSON]:
-    """Return path and value of "a.b=value"."""
+    """Split an override "a.b=value" into its path and its parsed value."""
     dotted, equals, text = override.partition("=")
     dotted = dotted.strip()
     if not equals or not all(dotted.split(".")):
@@ -175,7 +176,7 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 def _resolve(tag: str, pattern: str, first: str) -> None:
-    """Give plain scalars that match the tag; `first` lists the characters they may begin with."""
+    """Tag plain scalars that match the pattern; `first` lists their possible first characters."""
     whole = re.compile(rf"(?:{pattern})\Z")
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, [*first] or [""])
 

@@ -108,7 +108,7 @@ class JobSpec(Section):
     placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     def _settle_strategy(self) -> Iterator[Violation]:
-        """Fill in what the model's graph says about the strategy; yield why it cannot be."""
+        """Combine the strategy with those in the graph; yield an error if that is impossible."""
         graph = self.model.graph
         try:
             if graph is not None and "strategy" not in self.model_fields_set:
@@ -120,7 +120,7 @@ class JobSpec(Section):
             yield from error.violations
 
     def _settle_interval(self) -> Iterable[Violation]:
-        """Fill in the interval of the evaluations, by the strategy."""
+        """Fill in the default interval of the evaluations, which depends on the strategy."""
         evaluation = self.evaluation
         if evaluation and "every" not in evaluation.model_fields_set:
             local_steps = local_steps_of(self.strategy)
@@ -149,19 +149,19 @@ class JobSpec(Section):
 
     @property
     def window(self) -> AccumulationSpec:
-        """Return how the gradient of a step is accumulated: as the section says, or the default
-        without it; `execution.gradient: {Accumulated: n}` is another way to set its `steps`."""
+        """Return the settings of gradient accumulation, defaults included; `execution.gradient:
+        {Accumulated: n}` is another way to set `steps`."""
         own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
         return own if steps is None else own.with_changes(steps=steps)
 
     @property
     def num_steps(self) -> int | None:
-        """Return the steps of the whole training, of a federation its rounds, if the job says how
-        many."""
+        """Return the number of steps of the whole training (rounds of a federation), or None if the
+        job does not say."""
         return self.strategy.rounds if isinstance(self.strategy, Federated) else self.steps
 
     def optimizers(self) -> dict[str, OptimizerSpec]:
-        """Return the optimizers of the job by their paths: one, or that of each turn."""
+        """Return the optimizers of the job, keyed by path: a single one, or one per turn."""
         if self.turns is not None:
             return {f"turns[{i}].optimizer": turn.optimizer for i, turn in enumerate(self.turns)}
         return {} if self.optimizer is None else {"optimizer": self.optimizer}
@@ -172,13 +172,13 @@ class JobSpec(Section):
 
     @staticmethod
     def from_json(text: str) -> "JobSpec":
-        """Return the job of a JSON text; the latest ones are kept, as several readers follow."""
+        """Parse the JSON text of a job; cached, since several readers follow."""
         return _read(text, ids.are_checked())
 
     @staticmethod
     def of_run(text: str, numerics: int) -> "JobSpec":
-        """Return the job of a run that began under these numerics rules, as its text was meant
-        then."""
+        """Parse the job of an existing run, with the meaning its text has under these numerics
+        rules."""
         job = JobSpec.from_json(text)
         if numerics >= KEEPS_DTYPES or job.execution.precision is not None:
             return job

@@ -54,8 +54,8 @@ _OF_GROUPS: Final = ("min_replicas", "inner")
 
 
 def flat(strategy: Strategy, path: str = "strategy") -> Strategy:
-    """Return the strategy with replicas in place of groups of replicas, at any depth; raise where
-    there is no flat strategy that does the same."""
+    """Return the strategy with nested groups of replicas replaced by one flat set of replicas, at
+    any depth. Raises InvalidInputError if no flat strategy does the same."""
     within: Strategy | None = getattr(strategy.options, "inner", None)
     if within is None:
         return strategy
@@ -74,7 +74,7 @@ def flat(strategy: Strategy, path: str = "strategy") -> Strategy:
 
 
 def _why_not_flat(outer: DataParallel, inner: DataParallel, path: str) -> Iterator[Violation]:
-    """Yield what a group of replicas, whose options stand at `path`, cannot have."""
+    """Yield an error for each option at `path` that a nested group of replicas cannot have."""
     methods = type(outer.aggregation).__name__, type(inner.aggregation).__name__
     if isinstance(outer.aggregation, Decentralized):
         text = "a node of Decentralized is one worker, and cannot be a group of replicas"
@@ -104,7 +104,7 @@ def _why_not_flat(outer: DataParallel, inner: DataParallel, path: str) -> Iterat
 
 
 def effective(strategy: Strategy, graph: GraphSpec) -> Strategy:
-    """Return the job's strategy with those of subgraphs inside it; raise where they cannot be."""
+    """Return the job's strategy with those of subgraphs nested in it; raise if they do not fit."""
     *outer, current = [each for _, each in levels(strategy)]
     stages = list(_groups(graph, "model.graph")) if isinstance(current, ModelParallel) else []
     if not stages:
@@ -122,7 +122,7 @@ def effective(strategy: Strategy, graph: GraphSpec) -> Strategy:
 
 
 def _groups(graph: GraphSpec, path: str) -> Iterator[tuple[str, SubgraphSpec, DataParallel]]:
-    """Yield the subgraphs that are groups of replicas, with where they stand."""
+    """Yield each subgraph that is a group of replicas as (path, subgraph, strategy)."""
     for sub in graph.subgraphs:
         place, own = f"{path}.subgraphs.{sub.id}", sub.graph.training_strategy
         if isinstance(own, DataParallel):
@@ -134,7 +134,7 @@ def _groups(graph: GraphSpec, path: str) -> Iterator[tuple[str, SubgraphSpec, Da
 def _group_of_all(
     stages: list[tuple[str, SubgraphSpec, DataParallel]], graph: GraphSpec
 ) -> DataParallel:
-    """Return what all stages of a pipeline are replicated by; raise where they are not alike."""
+    """Return the replication that all stages of a pipeline share; raise if stages differ."""
     first, _, group = stages[0]
     inside = {id(node) for _, sub, _ in stages for node in _trained(sub.graph)}
     outside = [node.id for node in _trained(graph) if id(node) not in inside]
@@ -162,7 +162,7 @@ def _with_innermost(strategy: Strategy, new: Strategy) -> Strategy:
 
 
 def _around(strategy: Any, inner: Strategy) -> Strategy:
-    """Return the strategy with another one inside."""
+    """Return a copy of the strategy with `inner` as its inner strategy."""
     around: Strategy = replace(strategy, options=replace(strategy.options, inner=inner))
     return around
 
@@ -170,7 +170,7 @@ def _around(strategy: Any, inner: Strategy) -> Strategy:
 def _within(
     whole: Strategy, current: Strategy, graph: GraphSpec, root: GraphSpec, path: str
 ) -> Strategy:
-    """Return `whole` with the strategies of all subgraphs; `current` is the innermost so far."""
+    """Nest the strategies of all subgraphs in `whole`; `current` is the innermost so far."""
     for sub in graph.subgraphs:
         place = f"{path}.subgraphs.{sub.id}"
         own = sub.graph.training_strategy
@@ -207,7 +207,7 @@ def _trained(graph: GraphSpec) -> Iterator[NodeSpec]:
 
 
 def _nested(whole: Strategy, own: Strategy, place: str) -> Strategy:
-    """Return the strategy with `own` at the innermost place that can hold one."""
+    """Return the strategy with `own` nested at the innermost level that has room for one."""
     if isinstance(whole, Local):
         return own
     options: Any = whole.options

@@ -37,7 +37,7 @@ from stratagem.common.schema.rules import rule
 
 MAX_GROUPS: Final = 64
 _NUM_NAMES: Final = 5
-"""The number of names of parameters that a refusal lists."""
+"""The largest number of parameter names that an error message lists."""
 DEFAULT_GROUP: Final = "default"
 _RESERVED: Final = (
     *("params", "name", "entrypoint", "lr"),
@@ -144,7 +144,7 @@ class OptimizerSpec(UpdateRuleSpec):
 
     @property
     def plateau(self) -> ScheduleSpec | None:
-        """Return the schedule if it follows the evaluations."""
+        """Return the learning-rate schedule if it reacts to evaluations (plateau), else None."""
         schedule = self.schedule
         return schedule if schedule is not None and schedule.name == "plateau" else None
 
@@ -172,7 +172,7 @@ class GroupedRule:
     """The path of the section that names it."""
     rule: UpdateRuleSpec
     groups: Mapping[str, tuple[float, Mapping[str, Any]]]
-    """The learning rate of each, and the keywords that only it has, by name."""
+    """The learning rate and the group's own keywords, keyed by group name."""
 
     def of_group(self, name: str, *, with_shared: bool = True) -> UpdateRuleSpec:
         """Return the rule with the values of one group. with_shared: and with the keywords that all
@@ -183,11 +183,8 @@ class GroupedRule:
 
 
 def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
-    """Yield each name of an optimizer, and each keyword, that torch does not know, and each value
-    of another kind than its keyword's.
-
-    Nothing is known here of what an entry point takes.
-    """
+    """Yield an error for each optimizer or keyword that torch does not know, and each value of a
+    wrong type. Entry points are not checked, since their arguments are not known here."""
     yield from _check_rule(spec, "optimizer")
     for place, group in enumerate(spec.groups or ()):
         path = f"optimizer.groups[{place}]"
@@ -207,10 +204,8 @@ def _check_rule(rule: UpdateRuleSpec, path: str) -> Iterator[Violation]:
 def _check_keywords(
     name: str | None, kwargs: Mapping[str, Any], path: str, own: Sequence[str] = ()
 ) -> Iterator[Violation]:
-    """Yield the keywords that an optimizer does not take, and values of a wrong kind.
-
-    own: the keys of the section beside those that the optimizer takes.
-    """
+    """Yield an error for each keyword that the optimizer does not take, and each value of a wrong
+    type. own: further keys that the section itself has."""
     known = KEYWORDS.get((name or "").lower())
     for key, value in kwargs.items():
         if known is not None and key not in known:
@@ -222,11 +217,9 @@ def _check_keywords(
 
 
 def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, int]]) -> None:
-    """Raise InvalidInputError for a group that holds none of the model's trained parameters.
-
-    params: names and numbers of dimensions, of the whole model; a member of a pipeline may have
-    none of some groups.
-    """
+    """Raise InvalidInputError if a group matches none of the model's trained parameters. params:
+    names and numbers of dimensions, of the whole model; a member of a pipeline may have none of
+    some groups."""
     known = list(params)
     held = {spec.group_of(name, num_dims) for name, num_dims in known}
     refuse(
@@ -239,7 +232,7 @@ def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, int]]) -> None
 
 
 def _why_empty(spec: OptimizerSpec, group: GroupSpec, params: Sequence[tuple[str, int]]) -> str:
-    """Return that a group holds nothing, what it asks for, and which parameters there are."""
+    """Return the error message for a group without parameters, with the parameters that exist."""
     asked = [f"match {', '.join(map(repr, group.match))}"] if group.match else []
     asked += [] if group.max_dims is None else [f"max_dims {group.max_dims}"]
     text = f"{group.name!r} holds no trained parameter: {' and '.join(asked)} "
@@ -251,7 +244,7 @@ def _why_empty(spec: OptimizerSpec, group: GroupSpec, params: Sequence[tuple[str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return some names, and how many more there are."""
+    """Return the first few names as text, and how many more there are."""
     more = len(names) - _NUM_NAMES
     return ", ".join(names[:_NUM_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -262,7 +255,7 @@ def is_matched(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _gathered(cls: type[Section], value: object) -> object:
-    """Return the document of a section with its further keys in `kwargs`."""
+    """Return the document of a section with its unknown keys moved into `kwargs`."""
     if not isinstance(value, Mapping):
         return value
     own = {key: item for key, item in value.items() if key in cls.model_fields}
@@ -315,18 +308,18 @@ KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "rprop": ("differentiable", "etas", "maximize", "step_sizes"),
     "sgd": ("dampening", "differentiable", "momentum", "nesterov", *_ALL),
 }
-"""The keywords of each by its name in small letters; all have `lr`, `schedule`, `clip_norm`."""
+"""The keywords of each optimizer by lower-case name; all have `lr`, `schedule`, `clip_norm`."""
 
 _SWITCHES: Final = frozenset((
     *("amsgrad", "centered", "decoupled_weight_decay", "differentiable", "maximize", "nesterov"),
 ))  # fmt: skip
 _SEVERAL: Final = {"betas": 2, "etas": 2, "ns_coefficients": 3, "step_sizes": 2}
-"""Keywords that are lists, with their numbers of numbers."""
+"""Keywords whose values are lists of numbers, each with the length of the list."""
 _OTHERS: Final = frozenset({"adjust_lr_fn"})
 
 
 def why_no_value(optimizer: str, keyword: str, value: Any) -> str:
-    """Return why a value is not of the kind that a keyword is; "" where it is."""
+    """Return why a value has a wrong type for an optimizer's keyword; "" if it is right."""
     if keyword in _SWITCHES:
         return "" if isinstance(value, bool | int) else f"{value!r} is not true or false"
     several = _SEVERAL.get(keyword)
@@ -412,11 +405,8 @@ class TurnSpec(Section):
 
 
 def check_turn_parameters(turns: Sequence[TurnSpec], params: Sequence[tuple[str, int]]) -> None:
-    """Raise InvalidInputError for a turn without a trained parameter, and for a parameter that is
-    trained by no turn, or by two.
-
-    params: names and numbers of dimensions of all that are trained.
-    """
+    """Raise InvalidInputError if a turn trains no parameter, or a parameter is trained by no turn
+    or by two. params: names and numbers of dimensions of all trained parameters."""
     violations = []
     for place, turn in enumerate(turns):
         if own := [(name, num_dims) for name, num_dims in params if turn.holds(name)]:

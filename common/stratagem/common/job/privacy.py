@@ -72,14 +72,14 @@ class PrivacySpec(Section):
             yield Violation("target.epsilon", f"{text}example epsilon: 8")
 
     def sampling_rate(self, strategy: Federated) -> float:
-        """Return the probability that the accountant may count on; 1 where there is no secret."""
+        """Return the sampling probability for the accountant; 1 if the selection is not secret."""
         selection = strategy.client_selection
         is_drawn = self.sampling == "poisson" and isinstance(selection, Random)
         return selection.fraction if is_drawn and isinstance(selection, Random) else 1.0
 
 
 def too_few(noise_multiplier: float, num_expected: float) -> str:
-    """Return why clipping cannot adapt to so few clients."""
+    """Return the error message that says why clipping cannot adapt to so few clients."""
     return (
         f"needs more than {10 * noise_multiplier:g} clients in a round with noise_multiplier "
         f"{noise_multiplier:g}, and {num_expected:g} are expected: their answers alone would cost "
@@ -104,13 +104,13 @@ AFTER_THE_NOISE: Final = frozenset(
         "server_optimizer",
     }
 )
-"""Options of a round that see protected updates only."""
+"""Options of a round that only see updates to which noise was already added."""
 
 PER_ROW_LOSSES: Final = ("bce_with_logits", "cross_entropy", "l1", "mse", "nll")
 
 
 def mixes_rows(name: str, kind: str) -> str:
-    """Return why a module of a model cannot be there."""
+    """Return the error message for a module that mixes rows, which row privacy forbids."""
     return (
         f'"{name}" is {kind}, which mixes the rows of a batch, so that no row has a gradient of '
         "its own, as privacy.unit row needs it; use GroupNorm or LayerNorm"

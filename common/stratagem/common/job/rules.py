@@ -559,8 +559,8 @@ SUBMITTED: Final[Table] = (
 
 
 def violations_of(job: Any) -> Iterator[Violation]:
-    """Yield what is wrong with a job beyond what each section says by itself; of a job of which
-    some fields are wrong, what the others say together."""
+    """Yield the contradictions between the sections of a job. Rules that need an invalid field are
+    skipped."""
     yield from found_in(EVERY_JOB, job)
     try:
         yield from found_in(EVALUATING if job.only_evaluates else TRAINING, job)
@@ -569,6 +569,6 @@ def violations_of(job: Any) -> Iterator[Violation]:
 
 
 def check_submitted(job: Any) -> Iterator[Violation]:
-    """Yield what is wrong with a job that is to be run, as far as the job alone tells."""
+    """Yield the errors in a job that is to be run, as far as the job alone shows them."""
     if ids.are_checked() and not job.only_evaluates:
         yield from found_in(SUBMITTED, job)

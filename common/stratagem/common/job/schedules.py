@@ -42,10 +42,10 @@ _NEEDED: Final = {
     "restarts": "period_steps: 100",
     "chain": "parts: [{name: linear, steps: 100}, cosine]",
 }
-"""The field that a curve needs, as a line."""
+"""The field that each curve requires, as an example line for the error message."""
 _OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
 _EPSILON: Final = 1e-8
-"""The change of a rate up to which torch's ReduceLROnPlateau leaves it as it is."""
+"""ReduceLROnPlateau of torch ignores reductions of a learning rate up to this size."""
 _ONLY_IN: Final = {
     "step_size_steps": "step",
     "milestones": "multistep",
@@ -138,11 +138,11 @@ class ScheduleSpec(Section):
 
     @property
     def num_tolerated(self) -> int:
-        """Return the evaluations without an improvement after which a plateau is not one yet."""
+        """Return the number of evaluations without an improvement before a plateau begins."""
         return 10 if self.patience is None else self.patience
 
     def reduced(self, rate: float, num_reductions: int) -> float:
-        """Return a rate after as many reductions of a plateau, one by one as torch does."""
+        """Return the learning rate after this many plateau reductions, applied as torch does."""
         for _ in range(num_reductions):
             lower = max(rate * (self.factor or 0.1), self.min_lr or 0.0)
             if rate - lower <= _EPSILON:
@@ -320,15 +320,14 @@ class PhasesSpec(Section):
 
     @property
     def full_limits(self) -> tuple[int, int]:
-        """Return the least and the most Full steps of a cycle that adaptation may choose."""
+        """Return the minimum and maximum Full steps per cycle that adaptation may choose."""
         low, high = self.adaptive.min_full_steps, self.adaptive.max_full_steps
         least = max(2, self.full_steps // 2) if low is None else low
         return least, 4 * self.full_steps if high is None else high
 
     @property
     def predict_limits(self) -> tuple[int, int]:
-        """Return the least and the most Predict steps of a cycle that adaptation may choose; (0, 0)
-        for never."""
+        """Return the minimum and maximum Predict steps per cycle; (0, 0): never to predict."""
         if self.predict_steps == 0:
             return 0, 0
         low, high = self.adaptive.min_predict_steps, self.adaptive.max_predict_steps

@@ -130,7 +130,7 @@ rebuild_dataclass(Conditional)  # type: ignore[arg-type]  # it names what stands
 
 
 def plain(dimension: Dimension) -> Plain:
-    """Return the dimension itself, without the conditions that it stands under."""
+    """Return a dimension without the conditions that wrap it."""
     while isinstance(dimension, Conditional):
         dimension = dimension.dimension
     return dimension
@@ -160,7 +160,7 @@ class SearchSpace(DocumentValue):
                 yield Violation(f"dimensions[{i}].parent", text)
 
     def in_order(self) -> "SearchSpace":
-        """Return the same space with its dimensions in order of name."""
+        """Return the same space with its dimensions sorted by name."""
         return replace(self, dimensions=tuple(sorted(self.dimensions, key=attrgetter("name"))))
 
     def __eq__(self, other: object) -> bool:
@@ -235,7 +235,7 @@ def _options(structural: bool | None) -> DimensionOptions:
 
 
 def read_short_form(entries: Mapping[str, object]) -> SearchSpace:
-    """Return the search space of a mapping from a field's path to its range."""
+    """Parse the short form of a search space: a mapping from the path of a field to its range."""
     violations: list[Violation] = []
     dimensions: list[Dimension] = []
     for name, written in entries.items():
@@ -256,7 +256,7 @@ def read_short_form(entries: Mapping[str, object]) -> SearchSpace:
 
 
 def _as_written(field: str, dimensions: list[Dimension]) -> str:
-    """Return the place in the short form of what is wrong at a place of the canonical one."""
+    """Translate an error path in the canonical search space to the path in the short form."""
     return re.sub(r"dimensions\[(\d+)\]", lambda place: dimensions[int(place[1])].name, field)
 
 

@@ -69,7 +69,7 @@ class ModelSpec(Section):
 
 
 def check_tensor_file(value: str) -> str:
-    """Return the path of a safetensors file, by its name; raise InvalidInputError for others."""
+    """Return the path if its suffix is that of a safetensors file; else raise InvalidInputError."""
     if not value.endswith(".safetensors"):
         raise InvalidInputError(f"{value!r} is not a .safetensors file; other formats can run code")
     return value
@@ -145,7 +145,7 @@ class LossSpec(Section):
 
 
 def _not_too_many(metrics: object) -> object:
-    """Refuse too many metrics before each of them is looked at."""
+    """Refuse a list with too many metrics before each item is validated."""
     if isinstance(metrics, list) and len(metrics) > MAX_METRICS and ids.are_checked():
         raise InvalidInputError(
             f"has {len(metrics)} items; at most {MAX_METRICS} items are allowed"
@@ -196,7 +196,7 @@ class EvaluationSpec(Section):
                     yield Violation(name, text)
 
     def why_not_measured(self, metric: str) -> str:
-        """Return why no evaluation gives a value of this name; "" where it does."""
+        """Return why no evaluation measures a metric of this name; "" if one does."""
         if metric in (*self.metrics, "loss"):
             return ""
         own = next((n for n in self.metrics if ":" in n and metric.startswith(f"{n}.")), None)
@@ -210,7 +210,7 @@ class EvaluationSpec(Section):
 
 @dataclass(frozen=True, slots=True)
 class FollowedMetric:
-    """A metric by its name in a commit, and what counts as an improvement of it."""
+    """The name of a metric in commits, and which changes of it count as an improvement."""
 
     name: str
     mode: Mode
@@ -218,12 +218,12 @@ class FollowedMetric:
 
 
 def stop_metric(evaluation: EvaluationSpec, spec: StopSpec) -> FollowedMetric:
-    """Return the metric that a stop follows, in a job that was checked."""
+    """Return the metric that early stopping follows, in a job that was checked."""
     return _followed(evaluation, spec.metric, spec.mode, spec.min_delta)
 
 
 def plateau_metric(evaluation: EvaluationSpec, spec: ScheduleSpec) -> FollowedMetric:
-    """Return the metric that a plateau follows, in a job that was checked."""
+    """Return the metric that the plateau schedule follows, in a job that was checked."""
     return _followed(evaluation, spec.metric, spec.mode, spec.min_delta or 0.0)
 
 

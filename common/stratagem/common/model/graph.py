@@ -81,7 +81,7 @@ class GraphSpec(Section):
         return graph_violations(self)
 
     def node_ids(self) -> list[str]:
-        """Return the ids of the nodes, then of the subgraphs, as declared."""
+        """Return the ids of the nodes, then of the subgraphs, in declared order."""
         return [node.id for node in self.nodes] + [subgraph.id for subgraph in self.subgraphs]
 
     def input_ids(self) -> list[str]:
@@ -99,16 +99,16 @@ class GraphSpec(Section):
         ]
 
     def num_nodes(self) -> int:
-        """Return the number of nodes of all levels, each subgraph counted as a node as well."""
+        """Return the number of nodes at all levels; each subgraph counts as a node, too."""
         return len(self.nodes) + sum(1 + subgraph.graph.num_nodes() for subgraph in self.subgraphs)
 
     def topological_order(self) -> list[str]:
-        """Return all ids so that every edge points forward; ties in the order of declaration."""
+        """Return all ids in topological order; ties are broken by order of declaration."""
         return _sorted_ids(self)[0]
 
 
 def graph_violations(graph: GraphSpec) -> list[Violation]:
-    """Return the violations of one graph; its subgraphs were checked when they were made."""
+    """Return the violations of one graph, without those of its subgraphs."""
     if not graph.nodes and not graph.subgraphs:
         return [Violation("nodes", "must not be empty")]
     violations = [*_duplicate_ids(graph), *_unknown_ends(graph), *_ports_fed_twice(graph)]
@@ -180,7 +180,7 @@ def _ports_fed_twice(graph: GraphSpec) -> list[Violation]:
 
 
 def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
-    """Return (order, sources of what could not be ordered); Kahn's algorithm with a stable heap."""
+    """Sort topologically (Kahn, stable); return (order, sources of each id that is not in it)."""
     position = {node: i for i, node in enumerate(graph.node_ids())}
     sources: dict[str, list[str]] = {node: [] for node in position}
     targets: dict[str, list[str]] = {node: [] for node in position}
@@ -207,7 +207,7 @@ def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _cycle(graph: GraphSpec) -> Sequence[str]:
-    """Return one cycle, its first node repeated at the end; empty if there is none."""
+    """Return the ids along one cycle, the first repeated at the end; empty if there is none."""
     left = _sorted_ids(graph)[1]
     if not left:
         return ()

@@ -21,7 +21,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class FromNode:
-    """The output of a node; `use` counts its uses in order of the program, from 0."""
+    """The output of a node, used as an input; `use` numbers its uses in program order, from 0."""
 
     node: str
     use: int = 0
@@ -29,7 +29,7 @@ class FromNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeInput:
-    """The value for input `index` of `count`: a member if the value is a tuple, or the value."""
+    """Input `index` of `count` from one value: a member if the value is a tuple, else the value."""
 
     of: "Source"
     index: int
@@ -38,7 +38,7 @@ class NodeInput:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A tuple of several values."""
+    """A tuple of several sources."""
 
     parts: "tuple[Source, ...]"
 
@@ -48,7 +48,7 @@ Source: TypeAlias = ModelInput | FromNode | NodeInput | Bundle
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The call of one node's module with its arguments. node: an id, or a path as enc/fc."""
+    """A call of one node's module. node: its id, or its path in nested graphs, such as enc/fc."""
 
     node: str
     args: tuple[Source, ...]
@@ -56,16 +56,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ModelProgram:
-    """All calls in an order in which they can be done, and the output of the model."""
+    """A model as a list of calls, each after the calls it needs, and its output."""
 
     calls: tuple[Call, ...]
     output: Source
     num_uses: Mapping[str, int]
-    """The number of uses by node; the model's output counts as the last use."""
+    """The number of uses of each node's output; the model's output counts as the last use."""
 
 
 def make_program(calls: Sequence[Call], output: Source) -> ModelProgram:
-    """Number the uses of every node."""
+    """Make a program from calls, numbering the uses of each node's output."""
     num_uses = {call.node: 0 for call in calls}
 
     def number(source: Source) -> Source:
@@ -85,21 +85,21 @@ def make_program(calls: Sequence[Call], output: Source) -> ModelProgram:
 
 
 def chain(nodes: Sequence[str]) -> ModelProgram:
-    """Return the program of nodes in a row, each fed by the one before it."""
+    """Return the program of a linear chain: each node is fed by the one before it."""
     sources: list[Source] = [ModelInput(), *(FromNode(node) for node in nodes)]
     calls = [Call(node, (source,)) for node, source in zip(nodes, sources, strict=False)]
     return make_program(calls, sources[-1])
 
 
 def flatten(graph: GraphSpec) -> ModelProgram:
-    """Return the calls of a graph and of all graphs inside it. Raises InvalidInputError."""
+    """Return the program of a graph and all graphs nested in it. Raises InvalidInputError."""
     calls: list[Call] = []
     output = _inline(graph, "", (ModelInput(),), calls)
     return make_program(calls, output)
 
 
 def leaves(source: Source) -> Iterator[FromNode | ModelInput]:
-    """Yield the values that a source is made of, in order."""
+    """Yield the node outputs and model inputs that a source consists of, in order."""
     match source:
         case FromNode() | ModelInput():
             yield source
@@ -129,7 +129,7 @@ def _inline(graph: GraphSpec, prefix: str, given: tuple[Source, ...], calls: lis
 
 
 def _split(given: tuple[Source, ...], count: int, prefix: str) -> tuple[Source, ...]:
-    """Return one source per input node; a single value goes to every input node."""
+    """Return one source per input node of a graph; a single given source feeds all of them."""
     if len(given) == 1 and isinstance(given[0], Bundle):
         given = given[0].parts
     if len(given) == 1:

@@ -17,23 +17,21 @@ from stratagem.common.schema.json import suggest
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Nodes that are computed together."""
+    """A pipeline stage: nodes of the model that are computed together."""
 
     partition: int
-    """The number of the declared partition."""
+    """The index of the declared partition that the stage was made from."""
     nodes: tuple[str, ...]
-    """The nodes, in order of the program."""
+    """The nodes of the stage, in program order."""
     reads_input: bool
     """True if some node receives the input of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The activations that one stage sends to another, by node with all its uses in the target.
-
+    """The activations that one stage sends to another: node outputs, with all their uses there.
     Number l is the boundary between the stages l and l + 1; numbers from S − 1 on are boundaries
-    that skip stages, ordered by (source, target).
-    """
+    that skip stages, ordered by (source, target)."""
 
     number: int
     source: int
@@ -43,13 +41,13 @@ class Boundary:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages in the order of a micro-batch's passage, and the boundaries that carry something."""
+    """The stages in the order in which a micro-batch passes them, and the non-empty boundaries."""
 
     program: ModelProgram
     stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     num_boundaries: int
-    """The count of boundary numbers, including those between neighbours that carry nothing."""
+    """The number of boundary numbers, including empty boundaries between neighbours."""
 
     @cached_property
     def stage_of(self) -> Mapping[str, int]:
@@ -64,17 +62,17 @@ class StagePlan:
         return tuple(boundary for boundary in self.boundaries if boundary.source == stage)
 
     def dependencies(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each stage the stages whose activations it needs."""
+        """Return for each stage the stages whose activations it receives."""
         count = range(len(self.stages))
         return tuple(tuple(sorted({b.source for b in self.before(i)})) for i in count)
 
 
 def plan_stages(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> StagePlan:
-    """Plan the stages. partitions: node ids, or ids and paths of subgraphs, which stand for all
-    nodes inside them.
+    """Assign nodes to stages, and find the boundaries. partitions: node ids, or ids and paths of
+    subgraphs, which stand for all nodes inside them.
 
     Raises InvalidInputError, which names every id that is unknown, claimed twice or unclaimed, or
-    the partitions that need each other in a ring.
+    the partitions that need each other in a cycle.
     """
     owner = _owners(program, partitions)
     needs = _needs(program, owner, len(partitions))
@@ -87,7 +85,7 @@ def plan_stages(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> S
 
 
 def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return the number of each node's partition."""
+    """Return the index of the partition of each node."""
     if not partitions:
         raise InvalidInputError.at("partitions", "must not be empty")
     names = [call.node for call in program.calls]
@@ -124,7 +122,7 @@ def _suggestion(names: Sequence[str], wrong: str) -> str:
 
 
 def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[set[int]]:
-    """Return for each partition the partitions whose outputs it needs."""
+    """Return for each partition the partitions whose outputs it uses."""
     needs: list[set[int]] = [set() for _ in range(count)]
     for call in program.calls:
         for arg in call.args:
@@ -137,8 +135,7 @@ def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[
 def _ordered(
     needs: Sequence[set[int]], owner: Mapping[str, int], program: ModelProgram
 ) -> list[int]:
-    """Return the partitions ordered so that each needs only earlier ones; ties in the order of the
-    program."""
+    """Sort the partitions so that each needs only earlier ones; ties in program order."""
     first: dict[int, int] = {}
     for position, call in enumerate(program.calls):
         first.setdefault(owner[call.node], position)

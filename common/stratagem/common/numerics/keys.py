@@ -21,7 +21,7 @@ _WORD: Final = 0xFFFFFFFF
 
 
 def lowbias32(x: Words) -> Words:
-    """Return the mixed words. x: uint32, not modified."""
+    """Mix the bits of each word (the hash lowbias32). x: uint32, not modified."""
     x = x ^ (x >> np.uint32(16))
     x *= np.uint32(0x7FEB352D)
     x ^= x >> np.uint32(15)
@@ -31,18 +31,18 @@ def lowbias32(x: Words) -> Words:
 
 
 def hash32(seed: int, places: Words) -> Words:
-    """Return one hash word (uint32) per place."""
+    """Return one 32-bit hash per place, from the seed and the place."""
     return lowbias32(lowbias32(places) ^ np.uint32(seed))
 
 
 def uniform(seed: int, places: Words) -> NDArray[np.float32]:
-    """Return float32 in [0, 1), multiples of 2^-24."""
+    """Return one random float32 per place, in [0, 1), multiples of 2^-24."""
     bits = (hash32(seed, places) >> np.uint32(8)).astype(np.float32)
     return bits * np.float32(2.0**-24)
 
 
 def derive(seed: int, *parts: int) -> int:
-    """Return a 32-bit seed for something named by whole numbers >= 0 of any size."""
+    """Derive a 32-bit seed from a seed and whole numbers >= 0 of any size."""
     words = [seed & _WORD]
     for part in (seed >> 32, *parts):
         while part > _WORD:
@@ -61,7 +61,7 @@ def name_seed(name: str) -> int:
 
 
 def places(num: int) -> Words:
-    """Return 0, 1, ... num - 1, modulo 2^32."""
+    """Return the places 0, 1, ... num - 1, modulo 2^32, to hash."""
     if num > _WORD:
         return np.arange(num, dtype=np.uint64).astype(np.uint32)
     return np.arange(num, dtype=np.uint32)
@@ -74,7 +74,7 @@ def places(num: int) -> Words:
 Key: TypeAlias = tuple[int | str, ...]
 
 POSITIVE: Final = (1 << 63) - 1
-"""A mask of the seeds that torch accepts."""
+"""A mask that makes 64-bit hashes valid seeds for torch."""
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 

@@ -19,10 +19,10 @@ from typing import Final
 from stratagem.common.base.errors import InvalidInputError
 
 FIRST: Final = 1
-"""The number of runs and plans that name none."""
+"""The number of runs and plans that record none."""
 
 CURRENT: Final = 4
-"""The number of every run that is submitted now."""
+"""The number that every newly submitted run gets."""
 
 KEEPS_DTYPES: Final = 4
 """The first number by which a job without `execution.precision` keeps the dtypes of its model."""
@@ -34,18 +34,18 @@ REFUSES_INFINITE: Final = 4
 """The first number by which a run ends when parameters are no longer finite."""
 
 OF_SILENT_WORKERS: Final = 2
-"""The newest number known to workers of the early versions, which do not report it."""
+"""The newest number that workers of early versions know; they do not report it."""
 
 
 def knows(newest: int, number: int) -> bool:
-    """Return whether a worker knows the version `number`. newest: the newest version that it
-    reports; 0 where it reports none."""
+    """Return whether a worker knows the rules `number`. newest: the newest that it reports; 0 if it
+    reports none."""
     return (newest or OF_SILENT_WORKERS) >= number
 
 
 def check_numerics(number: int) -> int:
-    """Return the number, 0 for none. Raises InvalidInputError for a number that this process does
-    not know."""
+    """Return the number of the rules of a run, FIRST for 0. Raises InvalidInputError if this
+    process does not know it."""
     if not 0 <= number <= CURRENT:
         raise InvalidInputError.at(
             "numerics",

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A node of the tree: the sum of the shards [first, stop)."""
+    """A node of the summation tree: the sum over the shards [first, stop)."""
 
     first: int
     stop: int
@@ -27,9 +27,9 @@ class Node(NamedTuple):
 
 @lru_cache(maxsize=64)  # called in each step
 def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
-    """Cut rows 0..num_rows into contiguous pieces whose sizes differ by at most one.
+    """Cut num_rows rows into contiguous ranges whose sizes differ by at most one.
 
-    The larger pieces come first, so with fewer rows than shards the empty ones are the last.
+    The larger ranges come first, so with fewer rows than shards the empty ones are the last.
     """
     if num_rows < 0 or num_shards < 1:
         raise ValueError(
@@ -41,12 +41,12 @@ def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
 
 
 def assign_shards(num_shards: int, num_members: int) -> tuple[range, ...]:
-    """Return the shards of each member, by rank: contiguous, and as even as possible."""
+    """Return a contiguous range of shards per member, by rank, as even as possible."""
     return split_rows(num_shards, num_members)
 
 
 def split_node(node: Node) -> tuple[Node, Node]:
-    """Return the children of an inner node.
+    """Return the two children of an inner node of the summation tree.
 
     The left child holds the largest power of two of shards that leaves something for the right. So
     the tree over n leaves is the tree over any larger number with the absent leaves pruned.
@@ -59,10 +59,8 @@ def split_node(node: Node) -> tuple[Node, Node]:
 
 
 def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
-    """Return the fewest nodes of the tree over [0, n) that together are exactly owned, in order.
-
-    Shards of owned at or beyond n are absent and left out.
-    """
+    """Return the smallest set of nodes of the tree over [0, n) that covers exactly `owned`, in
+    order. Shards of owned at or beyond n are absent and left out."""
     wanted = Node(owned.start, min(owned.stop, n))
     nodes: list[Node] = []
 
@@ -81,7 +79,7 @@ def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
 
 
 def parent(left: Node, right: Node, n: int) -> Node | None:
-    """Return the node of the tree over [0, n) whose children are left and right, or None."""
+    """Return the node of the tree over [0, n) with these two children; None if there is none."""
     candidate = Node(left.first, right.stop)
     if left.stop != right.first or tree_nodes(range(*candidate), n) != (candidate,):
         return None
@@ -89,7 +87,7 @@ def parent(left: Node, right: Node, n: int) -> Node | None:
 
 
 def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """Return the sum over [0, n), from partial sums that are nodes of the tree and cover it.
+    """Add partial sums, which are nodes that cover the tree, up to the sum over [0, n).
 
     add(left, right) may overwrite left and return it.
     """
@@ -115,7 +113,7 @@ def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
 
 
 def pairwise_sum(values: NDArray[np.floating[Any]]) -> float:
-    """Return the sum of values, (n,), widened to float64 before; 0 for none, never -0."""
+    """Return the sum of values, (n,), in float64 and tree order; 0 for none, never -0."""
     total = values.astype(np.float64)
     while total.size > 1:
         pairs = total[: total.size - total.size % 2]

@@ -23,12 +23,12 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 DEPLOYMENT: Final = "deployment"
-"""A label of each of our metrics: rules add up over the processes of exactly one deployment,
+"""The label with the name of the deployment, so that rules can add up over exactly one deployment,
 whatever names the scraper gives to jobs and targets."""
 
 
 def render(read: Callable[[], Readings], deployment: str) -> bytes:
-    """Return the text of all readings, and of the standard metrics of the process."""
+    """Return all metrics in Prometheus' text format, with the standard metrics of the process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)

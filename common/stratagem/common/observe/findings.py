@@ -33,7 +33,7 @@ from stratagem.v1 import types_pb2
 # to the disk takes a while, so it must not run on an event loop. It judges nothing.
 
 PACKAGES: Final = ("stratagem", "grpcio", "protobuf", "numpy", "pydantic")
-"""The packages of every process; torch is measured only where it is installed."""
+"""The packages whose versions every process reports; torch is only reported if installed."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 NUM_SYNCS: Final = 5
 SYNC_BYTES: Final = 4096
@@ -42,7 +42,8 @@ SYNC_BYTES: Final = 4096
 def environment_of(
     data_dir: Path | None, packages: Iterable[str] = (), tls: TlsFiles | None = None
 ) -> types_pb2.Environment:
-    """Measure the environment of this process. data_dir: the folder of its durable data, if any."""
+    """Measure versions, limits, disk and certificates of this process. data_dir: its durable
+    data."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     environment = types_pb2.Environment(
         packages={
@@ -63,7 +64,7 @@ def environment_of(
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of the given packages, without those that are not installed."""
     by_package = {}
     for name in packages:
         try:
@@ -74,7 +75,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def fsync_s(folder: Path) -> float:
-    """Return the median seconds to write a small block durably; 0 where that is impossible."""
+    """Return the median seconds to write a small block durably; 0 if the folder is not writable."""
     times = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -90,7 +91,7 @@ def fsync_s(folder: Path) -> float:
 
 
 def _free(path: Path) -> tuple[int, int]:
-    """Return (free, total) bytes of the file system of a path."""
+    """Return the (free, total) bytes of the file system that a path is on."""
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
 
@@ -134,7 +135,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check of one process, with advice where it is bad."""
+    """The result of one check of one process: its level, and advice if it is not OK."""
 
     check: str
     about: str
@@ -144,7 +145,7 @@ class Finding:
 
 
 def certificate(about: str, environment: types_pb2.Environment, now_s: float) -> Iterator[Finding]:
-    """Yield whether the certificate can be used, and until when."""
+    """Yield findings on a process's certificate: unusable, expired, expiring soon, or OK."""
     if environment.certificate_problem:
         advice = "name files that can be read and fit together; `stratagem certs` makes them"
         yield Finding("certificate", about, Level.FAIL, environment.certificate_problem, advice)
@@ -168,7 +169,7 @@ def certificate(about: str, environment: types_pb2.Environment, now_s: float) ->
 
 
 def limits(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
-    """Yield the limit on open files, and the allocator of servers."""
+    """Yield findings on the limit on open files, and on the memory allocator of servers."""
     limit = environment.open_files_limit
     if limit >= MIN_OPEN_FILES:
         yield Finding("open files", about, Level.OK, f"at most {limit}")
@@ -188,7 +189,7 @@ def _malloc(about: str, said: str) -> Finding:
 
 
 def disk(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
-    """Yield the space and the speed of the disk for durable data, if there is any."""
+    """Yield findings on free space and fsync time of the disk for durable data, if there is one."""
     if not environment.data_dir:
         return
     free, total = environment.data_free_bytes, environment.data_total_bytes
@@ -215,7 +216,7 @@ def disk(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
 def torch(
     name: str, environment: types_pb2.Environment, capability: types_pb2.Capability
 ) -> Iterator[Finding]:
-    """Yield the device, threads and backends with which a worker trains and exchanges."""
+    """Yield findings on a worker's device, threads and communication backends."""
     is_cuda = capability.device.startswith("cuda")
     backends = ", ".join(environment.backends) or "none"
     devices = ", ".join(environment.cuda_devices) or "none"
@@ -240,8 +241,8 @@ def torch(
 def states(
     name: str, environment: types_pb2.Environment, store_id: str, *, may_see: bool = True
 ) -> Iterator[Finding]:
-    """Yield whether a worker sees the coordinator's folder of states, where either has such a
-    folder. may_see: the worker could, because it is on a trusted network."""
+    """Yield a finding on whether a worker sees the coordinator's folder of states, if one of them
+    has such a folder. may_see: the worker could, because it is on a trusted network."""
     folder = environment.state_folder
     problem = folder_mismatch(
         folder, environment.store_id, store_id, environment.state_folder_problem
@@ -258,8 +259,8 @@ def states(
 
 
 def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:
-    """Return the finding on a clock. offset_s: the time to add to the clock of `about` to get the
-    coordinator's."""
+    """Return a finding on a process's clock. offset_s: the coordinator's time minus that of
+    `about`."""
     found = f"{abs(offset_s):.3f} s {'behind' if offset_s > 0 else 'ahead of'} the coordinator's"
     found += f" (± {round_trip_s / 2:.3f} s)"
     if abs(offset_s) <= SKEW_S + round_trip_s:
@@ -272,7 +273,7 @@ def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:
 
 
 def connection(address: str, round_trip_s: float, term: int) -> Finding:
-    """Return the finding on a coordinator that has answered."""
+    """Return a finding on the latency of a coordinator that has answered."""
     found = f"answers in {1e3 * round_trip_s:.1f} ms, term {term}, protocol {PROTOCOL_VERSION}"
     if round_trip_s <= SLOW_ROUND_TRIP_S:
         return Finding("connection", address, Level.OK, found)
@@ -281,7 +282,7 @@ def connection(address: str, round_trip_s: float, term: int) -> Finding:
 
 
 def versions(processes: Mapping[str, types_pb2.Environment]) -> Iterator[Finding]:
-    """Yield whether versions that must agree, or should, are the same in all processes."""
+    """Yield findings on whether all processes have the same versions of important packages."""
     yield from agreement(processes, _MUST_AGREE, Level.FAIL, "run one version everywhere")
     yield from agreement(
         processes, _SHOULD_AGREE, Level.WARN, "any will do; one version is easier to look after"
@@ -294,7 +295,7 @@ def agreement(
     level: Level,
     advice: str,
 ) -> Iterator[Finding]:
-    """Yield whether all processes that have these packages have one version of each."""
+    """Yield a finding per package: all processes that have it have one version, or which differ."""
     for package in packages:
         by_version: dict[str, list[str]] = {}
         for name, environment in processes.items():
@@ -309,7 +310,7 @@ def agreement(
 
 
 def advice_on(error: StratagemError) -> str:
-    """Return advice on an error of a call to the coordinator."""
+    """Return advice for the user on an error of a call to the coordinator."""
     said = str(error)
     if "the proxy " in said:
         return (

@@ -53,8 +53,8 @@ def setup_logging(process: str, level: str = "info", json: bool = False) -> None
 
 
 def _no_alarm_at_callers_who_leave(record: logging.LogRecord) -> bool:
-    """Leave out an error that gRPC logs, with a traceback, when a caller goes away while it is
-    written to: every watcher does that if it ends while the coordinator waits for it."""
+    """Filter out the error with traceback that gRPC logs when a caller leaves while it is written
+    to: every watcher does that if it ends while the coordinator waits for it."""
     if _LEFT not in record.getMessage():
         return True
     record.levelno, record.levelname = logging.INFO, "INFO"
@@ -73,8 +73,8 @@ def about(
     term: int | None = None,
     membership: int | None = None,
 ) -> AbstractContextManager[None]:
-    """Name the subjects of the log lines inside the `with`, also across awaits of the same task and
-    in the tasks that it starts."""
+    """Context manager that adds the subjects (run, party, worker, ...) to all log lines of the
+    block, also across awaits and in tasks started in it."""
     given = {
         "run_id": run_id,
         "party": party,
@@ -91,10 +91,8 @@ def about(
 
 
 def identify(*, worker_id: str | None = None, term: int | None = None) -> None:
-    """Name the worker or the term of this process in every later log line.
-
-    The values of a line take precedence.
-    """
+    """Add the worker or term of this process to every later log line. The line's own values take
+    precedence."""
     given = {"worker_id": worker_id, "term": term}
     _process_ids.update({key: value for key, value in given.items() if value is not None})
 
@@ -129,7 +127,7 @@ def _form(json: bool) -> list[Processor]:
 
 
 def _without_root(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Leave out the root party, whose name is empty."""
+    """Drop the party from log lines about the root party, whose name is empty."""
     if event.get("party") == "":
         del event["party"]
     return event

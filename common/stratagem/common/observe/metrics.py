@@ -17,7 +17,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The definition of a metric. Each of `labels` has few values: no run, no path, nothing that a
+    """The definition of a metric. Its labels are low-cardinality: no run, no path, nothing that a
     caller chooses."""
 
     name: str
@@ -27,16 +27,14 @@ class Metric:
 
 
 class Durations:
-    """A histogram of durations in seconds, with fixed bounds.
-
-    One thread at a time adds; any may read, at worst one observation behind.
-    """
+    """A histogram of durations in seconds, with fixed buckets. One thread at a time adds; any may
+    read, at worst one observation behind."""
 
     __slots__ = ("bounds_s", "counts", "sum_s")
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        """Begin without observations. bounds_s: ascending upper bounds; longer durations are
-        counted separately."""
+        """Make an empty histogram. bounds_s: ascending upper bounds; longer durations are counted
+        separately."""
         self.bounds_s = bounds_s
         self.counts = [0] * (len(bounds_s) + 1)
         self.sum_s = 0.0
@@ -47,7 +45,7 @@ class Durations:
         self.sum_s += max(seconds, 0.0)
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """Return (upper bound, number of durations up to it), the last one +Inf."""
+        """Return (upper bound, number of durations up to it) per bucket; the last is +Inf."""
         total, rows = 0, []
         for bound, count in zip([*map(str, self.bounds_s), "+Inf"], self.counts, strict=True):
             total += count
@@ -57,12 +55,12 @@ class Durations:
 
 Value = float | Durations
 Values = Mapping[tuple[str, ...], Value]
-"""The value by the values of the labels, in the order of the definition."""
+"""The values of a metric, keyed by label values in the order of the definition."""
 Readings = Iterable[tuple[Metric, Values]]
 
 
 def one(value: Value) -> Values:
-    """Return the values of a metric without labels, which has only this one."""
+    """Return the only value of a metric without labels, in the form of Values."""
     return {(): value}
 
 
@@ -76,13 +74,13 @@ BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class LoopLag:
-    """A measurement of the lag of the event loop on which `run` is a task."""
+    """A meter of the event loop's lag: how much later than planned its tasks run."""
 
     def __init__(self) -> None:
         self.seconds = Durations(BOUNDS_S)
 
     async def run(self) -> None:
-        """Measure until cancelled."""
+        """Measure the lag until cancelled; a task of the event loop that is measured."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + INTERVAL_S

@@ -47,7 +47,7 @@ _SCHEME: Final = b"bearer "
 
 
 class MetricsSettings(Protocol):
-    """The settings of metrics that coordinator and worker share."""
+    """The metrics settings that coordinator and worker share."""
 
     @property
     def tls_ca(self) -> Path | None: ...
@@ -70,7 +70,7 @@ class MetricsSettings(Protocol):
 
 
 def deployment_of(settings: MetricsSettings) -> str:
-    """Return the name of the deployment: the setting, else the certificate's trust domain."""
+    """Return the name of the deployment: the setting, or else the certificate's trust domain."""
     if settings.metrics_deployment:
         return settings.metrics_deployment
     if settings.tls_ca is None or settings.tls_cert is None:
@@ -81,21 +81,21 @@ def deployment_of(settings: MetricsSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The files of one endpoint; without any it is plaintext, and open to everyone."""
+    """The access control of a metrics endpoint; without any files it is plaintext and open."""
 
     cert: Path | None = None
     key: Path | None = None
     client_ca: Path | None = None
-    """Scrapers must have a certificate that one of these authorities has signed."""
+    """The authorities, one of which must have signed the scraper's certificate; None: no check."""
     token_file: Path | None = None
-    """Scrapers must send its content, as `Authorization: Bearer`."""
+    """The file with the token that scrapers must send as `Authorization: Bearer`."""
 
     @classmethod
     def of(cls, settings: MetricsSettings) -> Self:
         """Return the endpoint's guard, with its own certificate or else that of the process, unless
         TLS is switched off.
 
-        Raises InvalidInputError where the settings do not fit together.
+        Raises InvalidInputError if the settings do not fit together.
         """
         cert, key = settings.metrics_tls_cert, settings.metrics_tls_key
         if (cert is None) != (key is None):
@@ -132,7 +132,7 @@ class Guard:
         return watched.content
 
     def admits(self, head: bytes) -> bool:
-        """Return whether the head of a request has the token, where one is required."""
+        """Return whether a request's head carries the required token; True if none is required."""
         if self.token_file is None:
             return True
         return any(
@@ -143,8 +143,7 @@ class Guard:
         )
 
     def token(self) -> bytes:
-        """Return the token that scrapers must send. Raises InvalidInputError where the file cannot
-        be used."""
+        """Read the token that scrapers must send. Raises InvalidInputError for a bad file."""
         assert self.token_file is not None
         try:
             token = self.token_file.read_bytes().strip()
@@ -196,8 +195,8 @@ REQUEST_TIMEOUT_S: Final = 10.0
 CHALLENGE: Final = "WWW-Authenticate: Bearer\r\n"
 
 Sample = Callable[[], Callable[[], Readings]]
-"""A function that is called on the event loop and copies the values; it returns a function that
-makes readings of them in any thread."""
+"""A function that copies the current values on the event loop; it returns a function that turns
+them into readings in any thread."""
 
 log = structlog.get_logger()
 
@@ -213,8 +212,8 @@ async def metrics_served(
     deployment: str = DEFAULT_TRUST_DOMAIN,
     allow_insecure_network: bool,
 ) -> AsyncIterator[str]:
-    """Serve inside the `with`; yield host:port, or "" where port is None, which switches it off.
-    Port 0 is any free port. Plaintext is for loopback, unless the operator allows more.
+    """Context manager that serves metrics; yields host:port, or "" if port is None, which disables
+    it. Port 0 is any free port. Plaintext is for loopback, unless the operator allows more.
 
     deployment: the label of all metrics of this process that it shares with its coordinators and
     workers, and with no other server.
@@ -261,7 +260,7 @@ class _Handler:
         self._num_open = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request of one connection."""
+        """Answer the one request of a connection, and close it."""
         self._num_open += 1
         try:
             if self._num_open <= MAX_CONNECTIONS:
@@ -323,28 +322,28 @@ def _response(
 
 BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
 DEFECT: Final = ("INTERNAL", "internal")
-"""The gRPC code and the error of a call that failed inside."""
+"""The gRPC code and error name under which calls that failed through a bug are counted."""
 _PACKAGE: Final = "/stratagem.v1."
 
 
 class CallStats:
-    """The numbers and durations of the calls of one server. `refused` counts by (method, gRPC code,
-    error)."""
+    """The counts and durations of the calls to one server. `refused` is keyed by (method, gRPC
+    code, error)."""
 
     def __init__(self, methods: Iterable[str] = ()) -> None:
-        """Begin with all counts at 0. methods: those of the server, which are exported before their
-        first call, because a count that first appears as 1 has not risen for its reader."""
+        """Set all counts to 0. methods: those of the server, which are exported before their first
+        call, because a scraper does not see an increase in a count that first appears as 1."""
         self.seconds = {method: Durations(BOUNDS_S) for method in methods}
         self.num_open = Counter[str](dict.fromkeys(self.seconds, 0))
         self.refused = Counter[tuple[str, str, str]]({(m, *DEFECT): 0 for m in self.seconds})
 
     def begin(self, method: str) -> float:
-        """Note that a call has begun; return the time that `end` needs."""
+        """Count the begin of a call; return the start time to pass to `end`."""
         self.num_open[method] += 1
         return time.perf_counter()
 
     def end(self, method: str, began_s: float) -> None:
-        """Note that a call has ended, successfully or not."""
+        """Count the end of a call, successful or not, and its duration."""
         self.num_open[method] -= 1
         seconds = self.seconds.get(method)
         if seconds is None:
@@ -352,7 +351,7 @@ class CallStats:
         seconds.add(time.perf_counter() - began_s)
 
     def refuse(self, method: str, code: str, error: str) -> None:
-        """Note that a call was refused, or failed, with this status."""
+        """Count a call that was refused, or failed, with this status."""
         self.refused[method, code, error] += 1
 
 
@@ -362,7 +361,7 @@ def methods_of(*services: ServiceDescriptor) -> list[str]:
 
 
 def name_of(path: str) -> str:
-    """Return "Service/Method" for the path by which gRPC calls a method."""
+    """Convert the path of a gRPC method, "/package.Service/Method", to "Service/Method"."""
     return path.removeprefix(_PACKAGE).lstrip("/")
 
 
@@ -391,8 +390,8 @@ METRICS: Final = "metrics"
 
 
 def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
-    """Yield the ends and beginnings of the certificates' validity, by role; no values where a
-    process has no certificate."""
+    """Yield metrics with the begin and end of validity of each certificate, by role; without values
+    if there are none."""
     links = _links(settings)
     yield EXPIRY, {(role,): link.ends.timestamp() for role, link in links.items()}
     yield START, {(role,): link.starts.timestamp() for role, link in links.items()}
@@ -467,14 +466,14 @@ SHARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """The metrics that every process counts, whether coordinator or worker."""
+    """The metrics that coordinator and worker have in common."""
 
     settings: MetricsSettings
     calls: CallStats = field(default_factory=CallStats)
     lag: LoopLag = field(default_factory=LoopLag)
 
     def readings(self) -> Iterator[tuple[Metric, Values]]:
-        """Yield the present values of `SHARED`."""
+        """Yield the current values of the metrics in `SHARED`."""
         yield BUILD_INFO, {(version("stratagem"), PROTOCOL_VERSION): 1.0}
         yield (
             RPC_SECONDS,

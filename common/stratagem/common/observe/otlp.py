@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 
 def provider_of(process: str, name: str) -> TracerProvider:
-    """Return the tracer provider of this process, named by its kind (coordinator, worker, client)
+    """Make the tracer provider of this process; spans name its kind (coordinator, worker, client)
     and its name."""
     told = {SERVICE_VERSION: version("stratagem")}
     if "OTEL_SERVICE_NAME" not in os.environ:

@@ -41,17 +41,15 @@ _UNTRACED: Final = (
 class _Tracing:
     tracer: "Tracer"
     provider: "TracerProvider | None"
-    """None where the caller's program owns it."""
+    """Our tracer provider; None if the caller's program has its own."""
 
 
 _tracing: _Tracing | None = None
 
 
 def start(process: str, name: str = "") -> bool:
-    """Export the spans of this process if the environment asks for it; return whether it does.
-
-    Raises InvalidInputError when it asks for something missing.
-    """
+    """Start exporting spans if the environment asks for it; return whether it does. Raises
+    InvalidInputError if a needed package is missing."""
     global _tracing
     if not _is_wanted(os.environ):
         return False
@@ -72,7 +70,7 @@ def start(process: str, name: str = "") -> bool:
 
 
 def adopt() -> None:
-    """Take part in the traces of a program that uses OpenTelemetry itself; for the SDK."""
+    """Join the traces of a program that has set up OpenTelemetry itself; for the SDK."""
     global _tracing
     if _tracing is None and "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace
@@ -81,7 +79,7 @@ def adopt() -> None:
 
 
 def stop() -> None:
-    """Send the remaining spans, for a bounded time: a collector may be gone."""
+    """Flush the remaining spans, for a bounded time: a collector may be gone."""
     global _tracing
     tracing, _tracing = _tracing, None
     if tracing is not None and tracing.provider is not None:
@@ -102,10 +100,10 @@ def _is_wanted(environment: Mapping[str, str]) -> bool:
 def span(
     name: str, parent: str = "", *, marks_errors: bool = True, **attributes: str | int | None
 ) -> Iterator[None]:
-    """Open a span around the `with`, below `parent` (a traceparent) or else the present one.
+    """Context manager that opens a span, below `parent` (a traceparent) or else the current span.
 
     Attributes get the prefix `stratagem.`; None and "" are left out. marks_errors: an exception
-    that leaves the `with` marks a failure.
+    that leaves the block marks the span as failed.
     """
     if _tracing is None:
         yield
@@ -121,13 +119,13 @@ def span(
 
 
 def note(**attributes: str | int | None) -> None:
-    """Add attributes to the present span."""
+    """Add attributes to the current span."""
     if _tracing is not None:
         _current().set_attributes(_named(attributes))
 
 
 def fail(reason: str) -> None:
-    """Mark the present span as failed, with this sentence."""
+    """Mark the current span as failed, with this reason."""
     if _tracing is not None:
         from opentelemetry.trace import Status, StatusCode
 
@@ -135,7 +133,7 @@ def fail(reason: str) -> None:
 
 
 def traceparent() -> str:
-    """Return the present span as text, for code that remembers it; "" without one."""
+    """Return the current span as a W3C traceparent, to be its parent later; "" without one."""
     if _tracing is None:
         return ""
     carrier: dict[str, str] = {}
@@ -144,16 +142,15 @@ def traceparent() -> str:
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """Return the metadata with which a call carries the present span."""
+    """Return the call metadata that propagates the current span."""
     parent = traceparent()
     return ((KEY, parent),) if parent else ()
 
 
 class Served:
-    """The span of one call that a server answers; a call without a parent has none.
-
-    It is the present span in the task of the call, which ends with it, so nothing is restored.
-    """
+    """Context manager for the span of a call that a server answers; a call without a parent has
+    none. It is the current span in the task of the call, which ends with it, so nothing is
+    restored."""
 
     __slots__ = ("_span",)
 
@@ -225,7 +222,7 @@ _MAX_CHARS: Final = 256
 
 
 def bind_ids(message: Any) -> None:
-    """Name the subjects of a call's request, or header, in its later log lines."""
+    """Add the ids in a call's request, or header, to the later log lines of the call."""
     descriptor = getattr(message, "DESCRIPTOR", None)
     if descriptor is None:
         return

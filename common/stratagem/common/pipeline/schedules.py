@@ -22,9 +22,9 @@ class TaskKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The half of a backward that others wait for: the gradient of the stage's inputs."""
+    """The half of a backward that other stages wait for: the gradient of the stage's inputs."""
     WEIGHT = "W"
-    """The other half: the gradient of the stage's parameters."""
+    """The other half of a backward: the gradient of the stage's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,17 @@ class Action:
 
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
-"""The actions of each rank."""
+"""The ordered list of actions of each rank."""
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Return all forwards, then all backwards (GPipe, arXiv:1811.06965). Keeps M activations."""
+    """Return the GPipe schedule, all forwards, then all backwards, which keeps M activations."""
     _check(num_stages, num_micro_batches)
     return tuple(_pairs(stage, num_micro_batches, num_micro_batches) for stage in range(num_stages))
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Return PipeDream-Flush, arXiv:2006.09503: min(S − k − 1, M) forwards of warm-up on stage k,
+    """Return the 1F1B schedule (arXiv:2006.09503): min(S − k − 1, M) warm-up forwards on stage k,
     then forward and backward in turn. Keeps min(S − k, M) activations."""
     _check(num_stages, num_micro_batches)
     return tuple(
@@ -69,7 +69,7 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, chunks: int, num_micro_batches: int) -> Schedule:
-    """Return interleaved 1F1B, Narayanan et al., arXiv:2104.04473; rank k owns the stages k + v·S.
+    """Return the interleaved 1F1B schedule, arXiv:2104.04473; rank k owns the stages k + v·S.
 
     M must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up.
     """
@@ -109,7 +109,7 @@ def _interleaved_rank(
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Return a schedule with each backward split in two (Qi et al., arXiv:2401.10241, like ZB-H1):
+    """Return a zero-bubble schedule (arXiv:2401.10241, like ZB-H1): backwards are split in two, and
     weight gradients fill the bubbles. Keeps at most S activations on every rank."""
     _check(num_stages, num_micro_batches)
     return list_schedule(
@@ -126,7 +126,7 @@ def list_schedule(
 ) -> Schedule:
     """Return a schedule for any placement of stages on ranks, in any number and order.
 
-    The step is played with actions of equal length: a free rank does a backward if one is ready,
+    The step is simulated with actions of equal length: a free rank does a backward if one is ready,
     else a forward if it keeps fewer than `max_live` activations, else a weight gradient. The
     default limit is that of 1F1B, per stage of the rank.
     """
@@ -138,7 +138,7 @@ def list_schedule(
 
 
 class _Board:
-    """The state of `list_schedule`: the progress of each stage."""
+    """The state of the simulation in `list_schedule`: the progress of each stage."""
 
     def __init__(
         self, rank_of: tuple[int, ...], num_micro_batches: int, max_live: int | None, split: bool
@@ -155,7 +155,7 @@ class _Board:
         self.num_left = num_stages * num_micro_batches * (3 if split else 2)
 
     def tick(self) -> None:
-        """Advance by one unit of time: every rank does what was ready at its beginning."""
+        """Advance the simulation by one time unit: each rank does an action that was ready."""
         for action in [self._choose(rank) for rank in range(len(self.lists))]:
             if action is not None:
                 self.lists[self._rank_of[action.stage]].append(action)
@@ -186,10 +186,10 @@ class _Board:
 
 
 def choose(name: str, rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
-    """Return the named schedule (`SCHEDULES`) for stages placed on ranks.
+    """Return the schedule of this name (`SCHEDULES`) for stages placed on ranks.
 
-    Where it does not fit the placement, or the number of micro-batches of a last short batch, the
-    answer is a list schedule: the order of work changes, the result does not.
+    If it does not fit the placement, or the number of micro-batches of a short last batch, a list
+    schedule is returned instead: the order of work changes, the result does not.
     """
     if name not in SCHEDULES:
         raise InvalidInputError.at("schedule", f"{name!r} is not one of {', '.join(SCHEDULES)}")
@@ -215,8 +215,8 @@ SCHEDULES: Final[Mapping[str, Callable[[int, int], Schedule]]] = {
     "gpipe": gpipe,
     "zero_bubble": zero_bubble,
 }
-"""The schedules by name for one stage per rank: (num_stages, num_micro_batches) -> Schedule. With
-several stages per rank, all but zero_bubble stand for the interleaved one."""
+"""Schedule functions keyed by name, for one stage per rank: (num_stages, num_micro_batches) ->
+Schedule. With several stages per rank, all but zero_bubble stand for the interleaved one."""
 
 
 EAGER_FROM: Final = 0.005
@@ -229,18 +229,18 @@ three times as long, and may wait. Where two ranks measured 0.9 %, 1F1B took 5 %
 
 
 def suited(hop_s: float, compute_s: float) -> str:
-    """Return the schedule that "auto" stands for.
+    """Return the schedule that "auto" stands for. hop_s: one way between two stages. compute_s:
+    forward and backward of one micro-batch on one stage, mean over stages.
 
-    hop_s: one way between two stages. compute_s: forward and backward of one micro-batch on one
-    stage, mean over stages. Under 1F1B with equal stages each pair of forward and backward waits
-    for one hop, so a step takes up to hop_s / compute_s longer; under eager none, at the price of
-    almost twice the activations. Up to the share `EAGER_FROM` memory is worth more.
+    Under 1F1B with equal stages each pair of forward and backward waits for one hop, so a step
+    takes up to hop_s / compute_s longer; under eager none, at the price of almost twice the
+    activations. Up to the share `EAGER_FROM` memory is worth more.
     """
     return "eager" if hop_s > EAGER_FROM * compute_s else "1f1b"
 
 
 def has_eager(rank_of: Sequence[int]) -> bool:
-    """Return whether 1f1b and eager are two schedules: with one stage on each of several ranks."""
+    """Return whether 1f1b and eager differ: if each of several ranks has one stage."""
     return len(set(rank_of)) == len(rank_of) > 1
 
 
@@ -292,14 +292,14 @@ _MAX_WORD: Final = 2**64 - 1
 
 
 def base_of(boundary: int, num_micro_batches: int) -> int:
-    """Return the first tag of a boundary: boundary · 2 · M. Raises InvalidInputError below 0."""
+    """Return the first tag of a boundary, boundary · 2 · M. Raises InvalidInputError below 0."""
     _not_negative("boundary", boundary)
     _not_negative("num_micro_batches", num_micro_batches)
     return boundary * 2 * num_micro_batches
 
 
 def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
-    """Return the tag of one transfer. Raises LimitError where a number does not fit,
+    """Return the message tag of one transfer. Raises LimitError if a number does not fit,
     InvalidInputError for one below 0, whose tag would be that of another transfer."""
     _not_negative("base", base)
     _not_negative("micro_batch", micro_batch)
@@ -319,7 +319,7 @@ def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
 
 
 def control_tag(num_boundaries: int, num_micro_batches: int, number: int) -> int:
-    """Return the tag of message `number` among those that are sent once per step."""
+    """Return the tag of control message `number`, one of those sent once per step."""
     _not_negative("number", number)
     tag = base_of(num_boundaries, num_micro_batches) + number
     if tag > MAX_TAG:

@@ -1,4 +1,4 @@
-"""Play a schedule without computing, to prove that it ends and to count the activations that it
+"""Simulate a schedule without computing, to prove that it ends, and count the activations that it
 keeps.
 
 A set of action lists is free of deadlock if, with sends that never block, each rank can always come
@@ -19,7 +19,7 @@ def check(
     *,
     backward: bool = True,
 ) -> None:
-    """Check that a schedule does everything once, on the right rank, in rising order, and ends.
+    """Check that a schedule does all work once, on the right rank, in ascending order, and ends.
 
     rank_of: the rank of each stage. needs: for each stage the stages whose activations it needs; by
     default the one before it. Raises InvalidInputError, which shows the schedule as a grid.
@@ -53,14 +53,14 @@ def check(
 
 
 def consumers(needs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return for each stage those that need its activations."""
+    """Invert `needs`: return for each stage the stages that need its activations."""
     return [[t for t, sources in enumerate(needs) if s in sources] for s in range(len(needs))]
 
 
 def required(
     action: Action, needs: Sequence[Sequence[int]], needed_by: Sequence[Sequence[int]]
 ) -> list[tuple[Action, ...]]:
-    """Return the requirements of an action: one action of each group must be done before it."""
+    """Return groups of prerequisites of an action; one action of each group must be done first."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is TaskKind.FORWARD:
         return [(Action(TaskKind.FORWARD, source, micro_batch),) for source in needs[stage]]
@@ -74,7 +74,7 @@ def required(
 
 
 def peak_live(schedule: Schedule) -> dict[int, int]:
-    """Return, by stage, the most micro-batches whose activations are kept at one time."""
+    """Return the largest number of micro-batches with kept activations, keyed by stage."""
     live: dict[int, int] = {}
     peak: dict[int, int] = {}
     for actions in schedule:
@@ -86,7 +86,7 @@ def peak_live(schedule: Schedule) -> dict[int, int]:
 
 
 def format_lists(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Format a schedule: a line for each rank, its actions in order, the marked one in brackets."""
+    """Format a schedule as one line per rank, with the marked action of a rank in brackets."""
     marks = marks or {}
     rows = [
         (
@@ -102,7 +102,7 @@ def format_lists(schedule: Schedule, marks: Mapping[int, int] | None = None) -> 
 
 
 def _owner(schedule: Schedule, action: Action) -> str:
-    """Return the rank that has work of an action's stage, as text."""
+    """Return the rank that computes the stage of an action, as text for an error message."""
     ranks = (r for r, actions in enumerate(schedule) for a in actions if a.stage == action.stage)
     rank = next(ranks, None)
     return "no rank" if rank is None else f"rank {rank}"

@@ -24,21 +24,21 @@ NEEDED: Final = "needs the package dp-accounting: pip install 'stratagem[privacy
 
 MAX_NOISE_MULTIPLIER: Final = 1000.0
 _STEPS_PER_UNIT: Final = 1000
-"""A calibrated noise multiplier is a multiple of 1/1000."""
+"""Calibrated noise multipliers are multiples of 1/1000."""
 _LEAST_STEPS: Final = _STEPS_PER_UNIT // 10
-"""Noise below 1/10 spends an epsilon of hundreds, which the accountant needs minutes to compute."""
+"""The least noise tried, 1/10; less spends an epsilon of hundreds, which takes minutes."""
 _MAX_STEPS: Final = int(MAX_NOISE_MULTIPLIER * _STEPS_PER_UNIT)
 _MAX_GUESSES: Final = 12
-"""The number of guesses before bisection, for a curve on which they do not converge."""
+"""The number of interpolated guesses after which calibration falls back to bisection."""
 
 
 def is_installed() -> bool:
-    """Return whether the library can be imported, without importing it, which takes a second."""
+    """Return whether dp-accounting is installed, without importing it, which takes a second."""
     return util.find_spec("dp_accounting") is not None
 
 
 def accountant_version() -> str:
-    """Return the name and version of the accountant, for the journal."""
+    """Return the name and version of the accounting library, for the journal."""
     return f"{PACKAGE} {metadata.version(PACKAGE)} PLD"
 
 
@@ -46,7 +46,7 @@ def accountant_version() -> str:
 def epsilon_after(
     num_rounds: int, noise_multiplier: float, sampling_rate: float, delta: float
 ) -> float:
-    """Return epsilon at `delta` after this many rounds; 0 after none. May take seconds.
+    """Return the epsilon spent at `delta` after this many rounds; 0 after none. May take seconds.
 
     noise_multiplier: the noise's standard deviation over the clipping norm. sampling_rate: the
     probability with which each client takes part in a round; 1 unless clients are drawn secretly.
@@ -64,14 +64,12 @@ def epsilon_after(
 
 
 def calibrated_noise(epsilon: float, delta: float, num_rounds: int, sampling_rate: float) -> float:
-    """Return the least noise multiplier, in steps of 1/1000, with which this many rounds spend at
-    most epsilon. May take tens of seconds.
-
-    Raises InvalidInputError where the largest one, 1000, spends more.
-    """
+    """Return the smallest noise multiplier, in steps of 1/1000, with which this many rounds spend
+    at most epsilon. May take tens of seconds. Raises InvalidInputError if the largest one, 1000,
+    spends more."""
 
     def excess(steps: int) -> float:
-        """Return log(spent / epsilon), which is at most 0 where the noise suffices."""
+        """Return log(spent / epsilon), which is at most 0 if the noise suffices."""
         noise = steps / _STEPS_PER_UNIT
         spent = epsilon_after(num_rounds, noise, sampling_rate, delta)
         return math.log(spent / epsilon) if spent else -math.inf
@@ -100,15 +98,15 @@ def calibrated_noise(epsilon: float, delta: float, num_rounds: int, sampling_rat
 
 
 class _Tried(NamedTuple):
-    """A noise multiplier, in steps, and the logarithm of its spent epsilon over the allowed one."""
+    """A tried noise multiplier, in steps, with log(spent epsilon / allowed epsilon)."""
 
     steps: int
     excess: float
 
 
 def _crossing(before: _Tried, latest: _Tried) -> int | None:
-    """Return the zero of a line through both on logarithmic scales, since epsilon is nearly a power
-    of the noise. None where there is no such line."""
+    """Extrapolate in log scale to where the spent epsilon is the allowed one; epsilon is nearly a
+    power of the noise. None if the two points give no such line."""
     if not (math.isfinite(before.excess) and math.isfinite(latest.excess)):
         return None
     slope = -1.0
@@ -121,8 +119,8 @@ def _crossing(before: _Tried, latest: _Tried) -> int | None:
 
 @lru_cache(maxsize=16)
 def _of_one_round(noise_multiplier: float, sampling_rate: float) -> "PrivacyLossDistribution":
-    """Return the privacy losses of one round. To compute them takes longer than to compose any
-    number of them."""
+    """Return the privacy loss distribution of one round; computing it takes longer than composing
+    any number."""
     from dp_accounting.pld import privacy_loss_distribution  # takes a second, and is an extra
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # it would warn of skipped orders

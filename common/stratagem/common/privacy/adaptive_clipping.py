@@ -11,16 +11,16 @@ import math
 from typing import Final
 
 ANSWERS_PER_NOISE: Final = 20
-"""The noise on the answers is the expected number of clients over this, as the paper recommends."""
+"""The expected number of clients per unit of noise on their answers, as the paper recommends."""
 
 
 def answer_noise(num_expected: float) -> float:
-    """Return the standard deviation σ_b of the noise on the sum of the answers."""
+    """Return the standard deviation σ_b of the noise on the sum of the clients' yes/no answers."""
     return num_expected / ANSWERS_PER_NOISE
 
 
 def sum_noise_multiplier(noise_multiplier: float, num_expected: float) -> float | None:
-    """Return z_Δ, which is larger than z; None where the answers alone cost as much as z allows."""
+    """Return z_Δ, which is larger than z; None if the answers alone cost as much as z allows."""
     limit = 2 * answer_noise(num_expected)
     if noise_multiplier >= limit:
         return None
@@ -28,8 +28,7 @@ def sum_noise_multiplier(noise_multiplier: float, num_expected: float) -> float 
 
 
 def next_norm(norm: float, share_within: float, quantile: float, rate: float) -> float:
-    """Return the clipping norm of the next round. share_within: noised, so perhaps not in [0, 1].
-
-    The factor of one round is limited to e^±8, beyond which the share is only noise.
-    """
+    """Return the clipping norm of the next round. share_within: the noised share of clients within
+    the current norm, perhaps not in [0, 1]. The factor of one round is limited to e^±8, beyond
+    which the share is only noise."""
     return norm * math.exp(max(-8.0, min(8.0, -rate * (share_within - quantile))))

@@ -29,15 +29,13 @@ from stratagem.common.tensors.manifest import (
 
 _BLOCK_BYTES: Final = 16
 _PIECE_BYTES: Final = 1 << 17
-"""The number of bytes of a mask made at once, which fit in the cache with the masked words."""
+"""The size of the pieces in which masks are generated; a piece and its words fit in the cache."""
 _ZEROS: Final = bytes(_PIECE_BYTES)
 
 
 def apply_mask(key: bytes, start: int, words: Words, *, subtract: bool = False) -> None:
-    """Add the mask of a key, from its element `start` on, to the words; or subtract it.
-
-    words: contiguous. key: 32 bytes.
-    """
+    """Add the mask of a key to the words, from element `start` of the mask on, or subtract it.
+    words: contiguous, modified in place. key: 32 bytes."""
     item_bytes = words.dtype.itemsize
     block, skipped = divmod(start * item_bytes, _BLOCK_BYTES)
     cipher = Cipher(AES256(key), CTR(block.to_bytes(_BLOCK_BYTES, "big"))).encryptor()
@@ -66,7 +64,7 @@ since the tensor stream has no unsigned types; the bits are the same."""
 
 
 class MaskedLayout:
-    """The places of a model's elements in its masked updates."""
+    """The layout of a masked update: which of its elements belongs to which tensor of the model."""
 
     def __init__(self, model: Manifest) -> None:
         specs = [spec for spec in model.stored() if dtype_named(spec.dtype).is_floating]
@@ -76,16 +74,16 @@ class MaskedLayout:
         self._offsets = np.array([spec.offset for spec in specs], np.int64)
 
     def tensors(self) -> Iterator[tuple[TensorSpec, int]]:
-        """Yield each floating tensor with the place of its first element."""
+        """Yield each floating-point tensor with the index of its first element in the update."""
         yield from zip(self._specs, self._firsts, strict=True)
 
     def place(self, offset: int) -> int:
-        """Return the place of the floating element at a byte of the model's data."""
+        """Return the index in the update of the element at a byte offset of the model's data."""
         index = int(np.searchsorted(self._offsets, offset, side="right")) - 1
         spec = self._specs[index]
         return self._firsts[index] + (offset - spec.offset) // dtype_named(spec.dtype).item_bytes
 
     def manifest(self, rule: Quantisation) -> Manifest:
-        """Return the manifest of a masked update: the elements, then the weight."""
+        """Return the manifest of a masked update: its elements, then the client's weight."""
         dtype = f"int{8 * rule.word.itemsize}"
         return build_manifest([(MASKED, dtype, (self.num_elements + 1,))], Purpose.UPDATE)

@@ -40,17 +40,17 @@ GRID_BITS: Final = 20
 
 _BLOCK_BYTES: Final = 16
 _PIECE: Final = 1 << 16
-"""The number of elements drawn at once, which fit in the cache."""
+"""The number of elements generated at once, which fit in the cache."""
 
 
 def derived_key(secret: bytes, names: Sequence[str]) -> bytes:
-    """Return the key of these names; other names have independent keys."""
+    """Derive a key from the secret and these names; other names give independent keys."""
     info = b"".join(len(name.encode()).to_bytes(8, "big") + name.encode() for name in names)
     return HKDF(SHA256(), length=32, salt=b"stratagem noise", info=info).derive(secret)
 
 
 def standard_normal(key: bytes, start: int, num: int) -> Floats:
-    """Return the elements from `start` on of the endless sequence of a key, each N(0, 1)."""
+    """Return elements `start` to `start + num` of a key's endless N(0, 1) sequence."""
     normal = np.empty(num)
     for begin in range(0, num, _PIECE):
         piece = normal[begin : begin + _PIECE]
@@ -62,19 +62,19 @@ def standard_normal(key: bytes, start: int, num: int) -> Floats:
 
 
 def uniform(key: bytes, start: int, num: int) -> Floats:
-    """Return elements of the sequence of a key, each uniform in [0, 1); the key must not be that of
-    noise."""
+    """Return elements of a key's endless sequence of uniforms in [0, 1); the key must not be used
+    for noise."""
     return _uniforms(key, start, num)[0]
 
 
 def rounded_to_grid(values: Floats, sigma: float) -> Floats:
-    """Return noised sums as multiples of the grid for noise of that standard deviation."""
+    """Round noised sums to multiples of the grid for noise of standard deviation sigma."""
     grid = 2.0 ** (math.floor(math.log2(sigma)) - GRID_BITS)
     return np.rint(values / grid) * grid
 
 
 def _uniforms(key: bytes, start: int, num: int) -> tuple[Floats, Floats]:
-    """Return two uniforms in [0, 1) from each of the blocks from `start` on."""
+    """Return two arrays of uniforms in [0, 1), one of each per cipher block from `start` on."""
     cipher = Cipher(AES256(key), CTR(start.to_bytes(_BLOCK_BYTES, "big"))).encryptor()
     stream = cipher.update(bytes(num * _BLOCK_BYTES))
     bits = np.frombuffer(stream, "<u8").reshape(num, 2) >> np.uint64(11)
@@ -103,29 +103,29 @@ class SecretLostError(StratagemError):
 
 
 class PrivacySecret:
-    """The secret in a file, which is read when it is needed, in a thread."""
+    """The file with a coordinator's privacy secret, read in a thread when needed."""
 
     def __init__(
         self, path: Path | None, *, may_make: bool = False, missing: str = _OF_ALL
     ) -> None:
-        """Take the path of the secret; None where none is named and none may be made. missing: the
-        advice then."""
+        """Take the path of the secret; None if none is configured and none may be made. missing:
+        the advice in that case."""
         self._path = path
         self._may_make, self._missing = may_make, missing
         self._making = threading.Lock()
 
     def check_usable(self) -> None:
-        """Raise InvalidInputError where a private run could not have its secret."""
+        """Raise InvalidInputError if a private run could not get its secret."""
         if self._path is None:
             raise InvalidInputError.at(SETTING, f"missing; {self._missing}")
         if self._path.exists() or not self._may_make:
             self._read()
 
     def get(self, fingerprint: str) -> bytes:
-        """Return the secret; it is made now where there is none and no run has used one.
+        """Return the secret; make it if there is none and no run has used one.
 
         fingerprint: that of the secret that the run has used; empty before its first round. Raises
-        SecretLostError where the secret differs.
+        SecretLostError if the secret differs.
         """
         self.check_usable()
         assert self._path is not None
@@ -161,10 +161,10 @@ _CURE: Final = "put that file back, then resume the run, which would else spend 
 
 
 def fingerprint_of(secret: bytes) -> str:
-    """Return a text that distinguishes secrets and reveals nothing about them."""
+    """Return a digest that identifies a secret without revealing anything about it."""
     return derived_key(secret, ["fingerprint"]).hex()[:16]
 
 
 def seeded_secret(seed: int) -> bytes:
-    """Return the secret of a run with `noise: seeded`, which everybody can compute."""
+    """Return the public secret of a run with `noise: seeded`, which everybody can compute."""
     return sha256(f"not private/{seed}".encode()).digest()

@@ -1,6 +1,6 @@
-"""Changes of a model as whole numbers, whose sum is exact in any order.
+"""Quantize changes of a model to whole numbers, whose sum is exact in any order.
 
-    q = rint(clip(Δ, -c, c) · s) · weight,     s = (2^(bits-1) - 1) / c,     modulo 2^32 or 2^64
+q = rint(clip(Δ, -c, c) · s) · weight, s = (2^(bits-1) - 1) / c, modulo 2^32 or 2^64
 
 The modulus is 2^32 where the sum of all clients fits, else 2^64: with n clients of weights up to W
 the sum lies within ±n·W·(2^(bits-1) - 1). Negative numbers are two's complements. The weight itself
@@ -41,7 +41,7 @@ class Quantisation:
 
     @property
     def largest(self) -> int:
-        """Return the largest quantised change."""
+        """Return the largest quantized value of one change."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -54,11 +54,11 @@ class Quantisation:
 
     @property
     def word(self) -> np.dtype[Any]:
-        """Return the type of the elements of an update."""
+        """Return the integer type of an update's elements: uint32 or uint64."""
         return np.dtype("<u4" if self.largest_sum < _NARROW else "<u8")
 
     def quantise(self, changes: Floats, weight: int, out: Words) -> None:
-        """Fill `out` with the quantised changes. changes: float64, finite; they are overwritten."""
+        """Quantize the changes into `out`. changes: float64, finite; they are overwritten."""
         np.clip(changes, -self.clip, self.clip, out=changes)
         changes *= self.scale
         np.rint(changes, out=changes)
@@ -67,8 +67,8 @@ class Quantisation:
         out[:] = whole.view(np.uint64).astype(self.word)
 
     def mean(self, total: Words, sum_of_weights: int) -> Floats:
-        """Return the mean change of an unmasked sum, in float64. Raises ValueError where the sum
-        exceeds that of all clients: some are dishonest, or it is still masked."""
+        """Return the mean change, float64, from the unmasked sum of all clients. Raises ValueError
+        if the sum is impossible: some clients are dishonest, or it is still masked."""
         signed = total.view(f"<i{self.word.itemsize}")
         if signed.size:
             largest = max(int(signed.max()), -int(signed.min()))

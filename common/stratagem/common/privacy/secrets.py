@@ -45,7 +45,7 @@ PROTOCOL: Final = b"stratagem secure aggregation 1"
 
 @dataclass(frozen=True, slots=True)
 class SecureRound:
-    """One attempt of one round; its keys are used in no other."""
+    """The identity of one attempt of one secure round; keys derived for it are used in no other."""
 
     run_id: str
     party: Party
@@ -53,29 +53,29 @@ class SecureRound:
     attempt: int
 
     def transcript(self, purpose: str, *parts: bytes | int | str) -> bytes:
-        """Return the text of a purpose: this round, and then the parts."""
+        """Return the bytes to sign or derive keys from: the purpose, this round, and the parts."""
         return _joined(
             PROTOCOL, purpose, self.run_id, self.party, self.round_num, self.attempt, *parts
         )
 
     def of_keys(self, client: int, share_key: bytes, mask_key: bytes) -> bytes:
-        """Return the text with which a client signs its public keys."""
+        """Return the bytes that a client signs to vouch for its public keys."""
         return self.transcript("keys", client, share_key, mask_key)
 
     def of_survivors(self, client: int, members: bytes, survivors: Iterable[int]) -> bytes:
-        """Return the text with which a client signs the set of clients in the sum. members: the
-        result of `of_members`."""
+        """Return the bytes that a client signs to confirm which clients are in the sum. members:
+        the result of `of_members`."""
         return self.transcript("survivors", client, members, clients_bytes(survivors))
 
     def of_members(self, members: Iterable[int], ring_seed: bytes) -> bytes:
-        """Return the digest of the clients that have posted keys, and of their ring."""
+        """Return a digest of the clients that have posted keys, and of their neighbour ring."""
         return hashlib.sha256(
             self.transcript("members", clients_bytes(members), ring_seed)
         ).digest()
 
 
 def clients_bytes(clients: Iterable[int]) -> bytes:
-    """Return client numbers as bytes, in increasing order."""
+    """Encode client numbers as bytes, in ascending order."""
     return b"".join(client.to_bytes(8, "big") for client in sorted(clients))
 
 
@@ -114,14 +114,14 @@ class PublicKeys:
 
 @dataclass(frozen=True, slots=True)
 class HeldShare:
-    """A holder's shares of a client's self mask and private mask key; it reveals only one."""
+    """A holder's shares of a client's self mask and mask key; only one may ever be revealed."""
 
     self_mask: bytes
     mask_key: bytes
 
 
 class ClientSecrets:
-    """The secrets of one client, without repr and comparison."""
+    """All secrets of one client in one round; without repr and comparison, so that none leaks."""
 
     def __init__(self, of_round: SecureRound, client: int, root: bytes) -> None:
         if len(root) != KEY_BYTES:
@@ -137,11 +137,11 @@ class ClientSecrets:
 
     @property
     def self_mask_key(self) -> bytes:
-        """Return the key of the mask that the client adds for itself alone."""
+        """Return the key of the mask that this client alone adds."""
         return self_mask_key(self._round, self._client, self._derived("self mask"))
 
     def pair_mask_key(self, other: int, mask_key: bytes) -> bytes:
-        """Return the key of the mask that two clients have in common."""
+        """Return the key of the mask that this client shares with another one."""
         return pair_mask_key(
             self._round, (self._client, self._mask_key), (other, mask_key), self.public.mask_key
         )
@@ -149,9 +149,9 @@ class ClientSecrets:
     def sealed_shares(
         self, share_keys: Mapping[int, bytes], threshold: int, context: bytes
     ) -> dict[int, bytes]:
-        """Return for each neighbour its shares, which only it can read. share_keys: public keys of
-        the neighbours. context: other input of the shares, such as the holders; shares of different
-        contexts are independent."""
+        """Return the encrypted shares for each neighbour, which only that neighbour can read.
+        share_keys: public keys of the neighbours. context: other input of the shares, such as the
+        holders; shares of different contexts are independent."""
         shares = self._shares((*share_keys, self._client), threshold, context)
         sealed = {}
         for other, public_key in share_keys.items():
@@ -162,12 +162,12 @@ class ClientSecrets:
         return sealed
 
     def own_share(self, others: Sequence[int], threshold: int, context: bytes) -> HeldShare:
-        """Return the share that the client holds of its own secrets."""
+        """Return the shares that the client holds of its own secrets."""
         return self._shares((*others, self._client), threshold, context)[self._client]
 
     def opened(self, sender: int, public_key: bytes, sealed: bytes, context: bytes) -> HeldShare:
-        """Return the shares that another client has sealed for this one. Raises InvalidInputError
-        where that client has not sealed them in this round."""
+        """Decrypt the shares that another client sealed for this one. Raises InvalidInputError
+        unless that client sealed them in this round."""
         text = self._round.transcript("share", sender, self._client, context)
         key = self._common_key(text, public_key, (public_key, self.public.share_key))
         try:
@@ -191,7 +191,7 @@ class ClientSecrets:
         return hkdf(self._root, self._round.transcript(f"client {what}", self._client, *parts))
 
     def _common_key(self, text: bytes, public_key: bytes, keys: tuple[bytes, bytes]) -> bytes:
-        """Return the key of a sealed message. keys: public keys of sender and receiver."""
+        """Derive the encryption key of a message. keys: the public keys of sender and receiver."""
         return hkdf(_exchanged(self._share_key, public_key), text + keys[0] + keys[1])
 
     def _shares(
@@ -213,15 +213,15 @@ class ClientSecrets:
 
 
 def self_mask_key(of_round: SecureRound, client: int, self_mask: bytes) -> bytes:
-    """Return the key of a client's self mask, which its holders have opened."""
+    """Derive the key of a client's self mask from the secret that its holders have revealed."""
     return hkdf(self_mask, of_round.transcript("self mask", client))
 
 
 def dropped_pair_key(
     of_round: SecureRound, dropped: int, private_key: bytes, other: int, mask_key: bytes
 ) -> bytes:
-    """Return the key of the mask of a client that has dropped out and another one, from the private
-    mask key that the holders have opened."""
+    """Derive the key of the mask between a dropped-out client and another one, from the private
+    mask key that the holders have revealed."""
     own = X25519PrivateKey.from_private_bytes(private_key)
     own_public = own.public_key().public_bytes_raw()
     return pair_mask_key(of_round, (dropped, own), (other, mask_key), own_public)
@@ -233,7 +233,7 @@ def pair_mask_key(
     other: tuple[int, bytes],
     own_public: bytes,
 ) -> bytes:
-    """Return the key of the mask of two clients: the same from either side."""
+    """Derive the key of the mask that two clients share; it is the same from either side."""
     ends = sorted([(own[0], own_public), other])
     parts = [part for end in ends for part in end]
     return hkdf(_exchanged(own[1], other[1]), of_round.transcript("pair mask", *parts))
@@ -245,13 +245,13 @@ def public_of(private_key: bytes) -> bytes:
 
 
 def hkdf(secret: bytes, info: bytes) -> bytes:
-    """Return 32 bytes derived with HKDF-SHA256."""
+    """Derive 32 bytes with HKDF-SHA256."""
     return HKDF(SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
 
 
 def _exchanged(own: X25519PrivateKey, public_key: bytes) -> bytes:
-    """Return the shared secret of two keys. Raises InvalidInputError for a key of small order, with
-    which everybody would know it."""
+    """Return the X25519 shared secret. Raises InvalidInputError for a key of small order, with
+    which everybody would know the secret."""
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(public_key))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Share secrets among clients by Shamir's scheme, and choose the neighbours that hold shares."""
+"""Split secrets into shares by Shamir's scheme, and choose the neighbours that hold the shares."""
 
 import hashlib
 import math
@@ -16,12 +16,12 @@ from typing import Final
 PRIME: Final = 2**521 - 1
 SHARE_BYTES: Final = 66
 COEFFICIENT_BYTES: Final = 72
-"""The random bytes of a coefficient, which modulo the prime are uniform up to 2^-55."""
+"""The random bytes per polynomial coefficient, which modulo the prime are uniform up to 2^-55."""
 
 
 def share(secret: bytes, places: Sequence[int], threshold: int, random: bytes) -> dict[int, bytes]:
-    """Return the share of each place. places: different numbers from 1 on. random: the bytes of
-    threshold - 1 coefficients."""
+    """Split a secret into one share per place, `threshold` of which recover it. places: different
+    numbers from 1 on. random: the bytes of threshold - 1 coefficients."""
     if len(random) != (threshold - 1) * COEFFICIENT_BYTES:
         raise ValueError(f"{len(random)} bytes are not {threshold - 1} coefficients")
     if min(places) < 1 or len(set(places)) != len(places) or not 1 <= threshold <= len(places):
@@ -40,10 +40,8 @@ def _value(coefficients: Sequence[int], place: int) -> int:
 
 
 def reconstruct(shares: Mapping[int, bytes], threshold: int, num_bytes: int) -> bytes:
-    """Return the secret of that many bytes from shares by their places.
-
-    Raises ValueError where there are fewer than the threshold, or they do not belong to one secret.
-    """
+    """Recover a secret of num_bytes from shares keyed by place. Raises ValueError if there are
+    fewer than the threshold, or they do not belong to one secret."""
     places = tuple(sorted(shares)[:threshold])
     if len(places) < threshold:
         raise ValueError(f"{len(places)} shares are fewer than {threshold}")
@@ -58,7 +56,7 @@ def reconstruct(shares: Mapping[int, bytes], threshold: int, num_bytes: int) -> 
 
 @lru_cache(maxsize=64)
 def _factors_at_zero(places: tuple[int, ...]) -> tuple[int, ...]:
-    """Return Lagrange's factors at zero; the secrets of a round mostly have the same places."""
+    """Return Lagrange's coefficients at zero; cached, since most secrets have the same places."""
     factors = []
     for place in places:
         above = below = 1
@@ -85,13 +83,13 @@ MAX_COMPLETE: Final = 64
 """The largest number of clients that are all neighbours of each other under `auto`."""
 AUTO_DEGREE: Final = 100
 MIN_CLIENTS: Final = 3
-"""The fewest clients: each of two would learn the other's update from the sum."""
+"""The smallest number of clients: of two, each would learn the other's update from the sum."""
 RING_SEED_BYTES: Final = 32
 
 
 def num_neighbours(num_clients: int, degree: int | str) -> int:
-    """Return the number of neighbours of each client, at most all others. An odd number of
-    neighbours on a ring is rounded up to an even one."""
+    """Return the number of neighbours per client, at most all others; an odd number on a ring is
+    rounded up."""
     others = num_clients - 1
     if degree == AUTO:
         return others if num_clients <= MAX_COMPLETE else min(others, AUTO_DEGREE)
@@ -107,8 +105,7 @@ def is_complete(num_clients: int, degree: int | str) -> bool:
 def neighbours(
     members: Collection[int], degree: int | str, ring_seed: bytes
 ) -> Mapping[int, tuple[int, ...]]:
-    """Return the neighbours of each client, in increasing order. ring_seed: determines the order of
-    the ring."""
+    """Return the ascending neighbours of each client on a ring that ring_seed shuffles."""
     number = num_neighbours(len(members), degree)
     if number == len(members) - 1:
         everybody = sorted(members)
@@ -126,8 +123,8 @@ def _draw(ring_seed: bytes, client: int) -> bytes:
 
 
 def shares_needed(threshold: float, num_holders: int) -> int:
-    """Return t, the number of shares that open a secret: more than the fraction `threshold` of its
-    holders."""
+    """Return t, the number of shares that recover a secret: more than the fraction `threshold` of
+    its holders."""
     return min(num_holders, math.floor(threshold * num_holders + 1e-9) + 1)
 
 
@@ -137,8 +134,8 @@ def never_opened(
     survivors: Collection[int],
     threshold: float,
 ) -> list[int]:
-    """Return the clients that have shared secrets and too few surviving holders; without a secret
-    of each of them the sum cannot be unmasked."""
+    """Return the clients whose shared secrets cannot be recovered, as too few of their holders
+    survive; the sum cannot be unmasked without them."""
     return [
         client
         for client in routed

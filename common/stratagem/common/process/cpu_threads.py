@@ -1,4 +1,4 @@
-"""Choose the number of threads of a process, and the way in which they wait for each other.
+"""Choose the number of CPU threads of a process, and whether idle OpenMP threads spin or sleep.
 
 A requested number counts, else that of the environment, else a default. The way of waiting must be
 set before torch is imported, so the module imports nothing that takes time.
@@ -14,16 +14,16 @@ from typing import Final
 from stratagem.common.base.text import counted
 
 VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""The variables by which an operator limits threads, in all of torch and in its matrix products."""
+"""The environment variables that limit the threads of torch, and of its matrix products."""
 WAITING: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-"""The variables by which an operator sets how threads of OpenMP wait for each other."""
+"""The environment variables that set whether idle OpenMP threads spin or sleep."""
 CGROUPS: Final = Path("/sys/fs/cgroup")
 OWN_GROUPS: Final = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """A number of threads and its source; "" for a requested number."""
+    """A number of threads, and where it comes from; "" for a number that was requested."""
 
     number: int
     by: str = ""
@@ -34,7 +34,7 @@ class ThreadChoice:
 
     @property
     def each(self) -> str:
-        """Return the choice for each of several workers: "2 threads each (OMP_NUM_THREADS)"."""
+        """Return the choice in words for several workers: "2 threads each (OMP_NUM_THREADS)"."""
         return f"{counted(self.number, 'thread')} each{self._reason}"
 
     @property
@@ -43,8 +43,8 @@ class ThreadChoice:
 
 
 def threads_told(environ: Mapping[str, str]) -> ThreadChoice | None:
-    """Return the number of threads that an environment names, the smaller one of two variables,
-    since torch knows one number for both. None where it names none that OpenMP accepts."""
+    """Return the number of threads set in the environment, the smaller one of two variables, since
+    torch knows one number for both; None if none is set that OpenMP accepts."""
     told = [
         ThreadChoice(number, name)
         for name in VARIABLES
@@ -54,15 +54,15 @@ def threads_told(environ: Mapping[str, str]) -> ThreadChoice | None:
 
 
 def default_threads(environ: Mapping[str, str]) -> int:
-    """Return the number of threads of a process that nobody has set: that of its environment, else
-    the number of cores that it may use."""
+    """Return the default number of threads: the one set in the environment, else the number of
+    cores that this process may use."""
     told = threads_told(environ)
     return available_cores() if told is None else told.number
 
 
 def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which threads of OpenMP sleep while they wait, for a process that has
-    not loaded torch; none where the operator has set one.
+    """Return the variables that make idle OpenMP threads sleep, for a process that has not loaded
+    torch; none if the operator has set one.
 
     By default they spin for milliseconds. On a busy machine a step of a small model then takes ten
     times as long, since waiting threads occupy the cores.
@@ -71,7 +71,7 @@ def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def wait_passively() -> str:
-    """Set those variables in this process; return a sentence about it for the log."""
+    """Set the variables of `passive_waiting` in this process; return a sentence for the log."""
     added = passive_waiting(os.environ)
     own = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
     os.environ.update(added)
@@ -79,7 +79,7 @@ def wait_passively() -> str:
 
 
 def bound_cores() -> int:
-    """Return the number of cores that this process is bound to, despite its control groups."""
+    """Return the number of cores in this process's CPU affinity; control groups may allow less."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -92,8 +92,8 @@ def available_cores() -> int:
 
 
 def cores_within(num_bound: int, own_groups: Path, root: Path) -> int:
-    """Return the whole cores of a process that is bound to num_bound, in the control groups that a
-    file like /proc/self/cgroup names below a folder like /sys/fs/cgroup.
+    """Return the whole cores that num_bound cores and the control groups allow, at least one.
+    own_groups: like /proc/self/cgroup; root: like /sys/fs/cgroup.
 
     A fraction of a core does not count: a throttled thread would hold up all others.
     """
@@ -102,14 +102,14 @@ def cores_within(num_bound: int, own_groups: Path, root: Path) -> int:
 
 
 def _first_number(text: str) -> int:
-    """Return the number of the outermost threads, 4 for "4,2"; 0 for other text."""
+    """Return the first number of a list such as "4,2" (outermost threads); 0 for other text."""
     first = text.split(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() else 0
 
 
 def _folders(own_groups: Path, root: Path) -> Iterator[Path]:
-    """Yield the folders of the groups and of all groups above them, each of which may have a limit.
-    In a container their names may be those outside of it, and only the topmost folder exists."""
+    """Yield the folders of a process's control groups and of all groups above. In a container their
+    names may be those outside of it, and only the topmost folder exists."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
@@ -124,7 +124,7 @@ def _folders(own_groups: Path, root: Path) -> Iterator[Path]:
 
 
 def _quotas(folder: Path) -> Iterator[float]:
-    """Yield the limit of one group in cores, from either version of the interface."""
+    """Yield the CPU limit of one control group in cores, from cgroup v1 or v2."""
     told = _numbers(folder / "cpu.max") or [
         *_numbers(folder / "cpu.cfs_quota_us"),
         *_numbers(folder / "cpu.cfs_period_us"),
@@ -134,7 +134,7 @@ def _quotas(folder: Path) -> Iterator[float]:
 
 
 def _numbers(file: Path) -> list[float]:
-    """Return the numbers in a file; none if it is missing or says "max"."""
+    """Return the whole numbers in a file; none if it is missing or says "max"."""
     try:
         return [float(word) for word in file.read_text().split()]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Named places where a test can kill this process.
+"""Named places in the code at which a test can kill this process.
 
 A failpoint is armed by a file `<directory>/<name>`; STRATAGEM_FAILPOINTS names the directory. The
 file holds the number of hits to let pass (empty: 0), counted over all processes that share the
@@ -110,12 +110,12 @@ FAILPOINTS: Final = (
     "worker.audit.within_line",
     "worker.audit.after_line",
 )
-"""Every name that occurs in the source; a test compares the two."""
+"""The names of all failpoints in the source; a test compares the two."""
 
 
 @functools.cache
 def directory_of_this_process() -> str | None:
-    """Return the value of the variable at the first call in this process."""
+    """Return the directory of armed failpoints, or None; the variable is read once."""
     return os.environ.get(DIRECTORY_VARIABLE)
 
 
@@ -123,7 +123,7 @@ os.register_at_fork(after_in_child=directory_of_this_process.cache_clear)
 
 
 def failpoint(name: str) -> None:
-    """Die here if a test has armed `name`."""
+    """Kill this process here if a test has armed the failpoint."""
     directory = directory_of_this_process()
     if not directory:
         return
@@ -138,7 +138,7 @@ def failpoint(name: str) -> None:
 
 
 def _is_due(descriptor: int, path: Path) -> bool:
-    """Count one hit; return whether the process must die at it."""
+    """Count one hit of an armed failpoint; return whether the process must die now."""
     with os.fdopen(descriptor, "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink == 0:  # another process died at it meanwhile

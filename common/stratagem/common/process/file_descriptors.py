@@ -5,14 +5,14 @@ from typing import Final
 import structlog
 
 ENOUGH: Final = 256
-"""A process with a lower limit gets a warning: each connection and each open file takes one."""
+"""The limit below which a process warns: each connection and open file takes a descriptor."""
 _WANTED: Final = 65_536
 
 log = structlog.get_logger()
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit to the hard one, and return it; 0 where there is none.
+    """Raise the soft limit on open files to the hard one, and return it; 0 on systems without one.
 
     The usual soft limit of 1,024 is meant for programs that call select(), and is too low for a
     coordinator of 1,000 workers. A process at its limit refuses connections, and retries writes

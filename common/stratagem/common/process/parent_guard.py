@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def guarded(command: "list[str]") -> "list[str]":
-    """Return the command line that runs a command under this guard, for the calling thread."""
+    """Return the command line that runs a command so that it cannot outlive the calling thread."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 

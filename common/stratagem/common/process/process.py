@@ -36,23 +36,20 @@ _said = "malloc: never tuned in this process"
 
 
 def malloc_note() -> str:
-    """Return a sentence on what `tune_malloc` has done in this process."""
+    """Return a sentence on how `tune_malloc` has configured this process."""
     return _said
 
 
 def tune_malloc() -> str:
-    """Set the four values, unless the operator has set some; return a sentence for the log."""
+    """Set four allocator options that the operator has not set; return a sentence for the log."""
     global _said
     _said = _tuned()
     return _said
 
 
 def give_back() -> None:
-    """Give free memory back to the system, in holes too; this takes milliseconds, and later page
-    faults.
-
-    Does nothing where the C library cannot do it.
-    """
+    """Return free memory to the operating system, in holes too; this takes milliseconds, and later
+    page faults. Does nothing if the C library cannot do it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -86,7 +83,7 @@ _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class OwnFolder:
-    """A folder that only its owner may enter, and that is removed with its process."""
+    """A private folder that is removed with its process."""
 
     def __init__(self, place: Path, prefix: str) -> None:
         """Make the folder in `place`, with a name that begins with the prefix."""
@@ -118,7 +115,7 @@ class OwnFolder:
 
 
 def remove_abandoned(place: Path, prefix: str) -> None:
-    """Remove the folders of this user with such names whose processes are gone.
+    """Remove the folders with this prefix that dead processes of this user have left.
 
     In a place that machines share, a prefix must belong to one of them: they may not see each
     other's locks.
@@ -135,8 +132,8 @@ def remove_abandoned(place: Path, prefix: str) -> None:
 
 
 def machine_prefix() -> str:
-    """Return the prefix of temporary folders, which names this machine and its boot, so that other
-    machines, which share the place but may not see the locks, remove none of them."""
+    """Return the prefix of this machine's temporary folders, which names the machine and its boot,
+    so that other machines that share the place but may not see the locks remove none of them."""
     try:
         booted = _BOOT.read_text()
     except OSError:  # not Linux
@@ -145,7 +142,7 @@ def machine_prefix() -> str:
 
 
 def temporary_folder(kind: str, place: Path | None = None) -> OwnFolder:
-    """Make a folder of this process for temporary files, and remove those of killed ones.
+    """Make a private temporary folder, and remove those that killed processes have left.
 
     kind: a word for its name. place: the temporary directory unless given.
     """
@@ -177,11 +174,11 @@ def remove_tree(path: Path) -> None:
 # show hours later. Wrong settings are described for an operator.
 
 HEARTBEATS_PER_TTL: Final = 2.4
-"""A worker whose lease ends after fewer heartbeats is lost with the first late one."""
+"""The least number of heartbeats per lease: with fewer, one late heartbeat loses a worker."""
 
 
 def at_least(settings: Any, large: str, small: str, times: float, why: str) -> None:
-    """Raise ValueError, which names both, unless one setting is at least `times` another one."""
+    """Raise ValueError, with both names, unless `large` is at least `times` the setting `small`."""
     value, other = getattr(settings, large), getattr(settings, small)
     if value < times * other:
         factor = "" if times == 1 else f"{times:g} times "
@@ -192,12 +189,12 @@ def at_least(settings: Any, large: str, small: str, times: float, why: str) -> N
 
 
 def flag(name: str) -> str:
-    """Return the name of a setting on the command line."""
+    """Return the command-line option of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
 def told(program: str, error: ValidationError) -> str:
-    """Describe what is wrong with the settings of a program, one line for each error."""
+    """Describe the errors in the settings of a program, one line for each."""
     lines = []
     for detail in error.errors():
         where = ".".join(map(str, detail["loc"]))

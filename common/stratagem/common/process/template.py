@@ -1,4 +1,5 @@
-"""Start programs as forks of one process that has imported them, in a tenth of the time.
+"""Start programs as forks of a fork server, which has imported their modules, in a tenth of the
+time.
 
 This process starts the fork server at the first use, or earlier on request, and again when it has
 died; the server ends with this process. The module imports nothing that takes time. Programs that
@@ -37,13 +38,13 @@ PRELOADED: Final = (
     "torch",
     "stratagem.worker.process.main",
 )
-"""The order matters: a coordinator needs no torch, and starts while torch is imported."""
+"""The modules to import, in order: a coordinator needs no torch, and starts meanwhile."""
 READ_WHILE_LOADED: Final = (
     *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
     "PROTOCOL_BUFFERS_",
 )
-"""The prefixes of variables that libraries read once, when they are loaded."""
+"""The prefixes of environment variables that libraries read only when they are loaded."""
 UNLESS: Final = ("PYTHONUNBUFFERED",)
 Early: TypeAlias = frozenset[tuple[str, str]]
 MAX_REQUEST_BYTES: Final = 1 << 20
@@ -69,7 +70,7 @@ class Process(Protocol):
 def start(
     argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, with_input: bool
 ) -> Process:
-    """Run a command in a new session, with output and errors in the log.
+    """Run a command in a new session, by a fork if possible, with output and errors in the log.
 
     The command ends with the calling thread, or with this process. with_input: `stdin` is a pipe.
     """
@@ -90,13 +91,13 @@ def start(
 
 
 def prepare() -> None:
-    """Begin to import, in the background, the modules of programs in this process's environment."""
+    """Start the fork server for this process's environment, which begins to import modules."""
     if sys.platform == "linux" and (server := _server_for(os.environ)) is not None:
         server.start()
 
 
 def end_descriptor(process: Process) -> int:
-    """Return a new descriptor that becomes readable at the end of the process; Linux only."""
+    """Return a new file descriptor that becomes readable when the process ends; Linux only."""
     if isinstance(process, Fork):
         return os.dup(process.status.fileno())
     return os.pidfd_open(process.pid)
@@ -152,7 +153,7 @@ class Fork:
 
 
 class _ForkServer:
-    """The fork server of this process; a fork of this process makes another one."""
+    """The client side of this process's fork server; a fork of this process starts another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,17 +161,17 @@ class _ForkServer:
         self._requests: socket.socket | None = None
         self._owner = 0
         self._is_used = False
-        """True once it has been asked for a program."""
+        """A program was requested from the present server."""
 
     def start(self) -> None:
-        """Begin to import, before any program is requested."""
+        """Start the server process, which begins to import, before any program is requested."""
         with self._lock:
             self._ensure()
 
     def fork(
         self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], with_input: bool
     ) -> Fork:
-        """Run `python words...` in a fork. Raises ConnectionError when the server has died."""
+        """Run `python words...` in a fork. Raises ConnectionError if the server has died."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pipe: IO[bytes] | None = None
         if with_input:
@@ -207,7 +208,7 @@ class _ForkServer:
     def _fork_of(
         self, requests: socket.socket, status: socket.socket, stdin: IO[bytes] | None
     ) -> Fork:
-        """Return the requested fork; a server that died with the request is forgotten."""
+        """Return the requested fork; forget a server that died with the request."""
         try:
             return Fork(status, stdin)
         except ConnectionError:
@@ -217,7 +218,7 @@ class _ForkServer:
             raise
 
     def close(self) -> None:
-        """End the server and its forks."""
+        """End the server, and with it its forks."""
         with self._lock:
             if self._is_mine():
                 self._forget()
@@ -260,8 +261,8 @@ class _ForkServer:
 
 
 def _is_program(argv: Sequence[str]) -> bool:
-    """Return whether this is `python -m MODULE ...` or `python FILE.py ...`, with this interpreter
-    and no other flag."""
+    """Return whether the command is `python -m MODULE ...` or `python FILE.py ...` with this
+    interpreter and no other flag, which a fork can run."""
     return argv[0] == sys.executable and (argv[1] == "-m" or argv[1].endswith(".py"))
 
 
@@ -274,12 +275,12 @@ def _read_early(environment: Mapping[str, str]) -> Early:
 
 
 _servers: Final[dict[Early, _ForkServer]] = {}
-"""The fork servers by the values that libraries read when they were loaded; nearly always one."""
+"""The fork servers, keyed by the variables that libraries read when loaded; nearly always one."""
 
 
 def _server_for(environment: Mapping[str, str]) -> _ForkServer | None:
-    """Return the fork server whose libraries were loaded as in the environment; None where they
-    would be loaded differently."""
+    """Return the fork server whose libraries were loaded under this environment; None if they would
+    be loaded differently."""
     early = _read_early(environment)
     if early not in _servers and early == _read_early(os.environ):
         _servers[early] = _ForkServer()
@@ -317,10 +318,10 @@ _libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
 
 @dataclass(frozen=True, slots=True)
 class ForkProgram:
-    """The program that a fork runs, with its arguments, environment and working folder."""
+    """The program that a fork is to run: arguments, environment and working folder."""
 
     argv: list[str]
-    """The words after `python`: -m MODULE ARGUMENT..., or FILE.py ARGUMENT..."""
+    """The arguments of `python`: -m MODULE ARGUMENT..., or FILE.py ARGUMENT..."""
     environment: dict[str, str]
     folder: str
 
@@ -334,18 +335,18 @@ def main() -> None:
 
 
 class _Template:
-    """The imported modules, and the running forks."""
+    """The fork server: a process with modules imported, which forks a child per request."""
 
     def __init__(self, requests: socket.socket, modules: list[str]) -> None:
         self._requests = requests
         self._modules, self._missing = modules, list(modules)
         self._waiting: dict[int, tuple[int, socket.socket]] = {}
-        """The process id, and the socket that reports its end, by pidfd."""
+        """The process id of each fork, and the socket that reports its end, keyed by pidfd."""
         self._poller = select.poll()
         self._poller.register(requests, select.POLLIN)
 
     def serve(self) -> ForkProgram | None:
-        """Answer requests until their socket is closed. Return the program in every fork."""
+        """Serve requests until their socket is closed; return the program in each fork."""
         while True:
             can_wait = not self._missing
             for descriptor, _ in self._poller.poll(None if can_wait else 0):
@@ -361,8 +362,8 @@ class _Template:
                 del self._missing[0]
 
     def _can_serve_next(self) -> bool:
-        """Return whether the modules of the next program are imported: those of its package, or all
-        if none is of its package."""
+        """Return whether the modules that the next program needs are imported: those of its
+        package, or all if none is of its package."""
         message = self._requests.recv(MAX_REQUEST_BYTES, socket.MSG_PEEK)
         if not message:
             return True
@@ -373,8 +374,8 @@ class _Template:
         return bool(own) and own.isdisjoint(self._missing)
 
     def _serve_one(self) -> tuple[bool, ForkProgram | None]:
-        """Fork the next program. Return (whether `serve` returns, the program in a fork or None at
-        the end of requests)."""
+        """Fork the next program. Return (whether `serve` must return, the program if this is the
+        fork; None at the end of requests)."""
         message, descriptors, _, _ = socket.recv_fds(
             self._requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS
         )
@@ -395,7 +396,7 @@ class _Template:
 
 
 def _answer(pid: int, descriptors: list[int]) -> tuple[int, socket.socket]:
-    """Report the new fork; return the values that are needed to report its end."""
+    """Report a new fork to the client; return its pidfd, and the socket to report its end on."""
     *streams, status = descriptors
     for stream in streams:
         os.close(stream)
@@ -426,7 +427,7 @@ def _detach(
     waiting: dict[int, tuple[int, socket.socket]],
     descriptors: list[int],
 ) -> None:
-    """Drop everything of the server, whose process id is given, but the imported modules."""
+    """Drop everything inherited from the server (its process id) but the imported modules."""
     os.setsid()  # only the starting process handles Ctrl-C
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != server:  # it died before the request
@@ -442,7 +443,7 @@ def _detach(
 
 
 def _become(program: ForkProgram) -> int:
-    """Run `python argv...` in the requested folder and environment; return the exit status."""
+    """Run a program in this fork, in its folder and environment; return the exit status."""
     os.environ.clear()
     os.environ.update(program.environment)
     tempfile.tempdir = None  # an import has set it already: TMPDIR must be read again

@@ -1,4 +1,5 @@
-"""Admit requests to a server: each within its time, and at most a limited number of calls at once.
+"""Admission control of a server: requests must arrive in time, and the number of open calls is
+limited.
 
 A caller that is silent inside a request, or sends it a byte at a time, would otherwise keep its
 call open forever: gRPC itself sets no deadline. So calls with one request are received like streams
@@ -14,10 +15,10 @@ from typing import Any, Final
 from stratagem.common.base.errors import InvalidInputError, LimitError
 
 MALFORMED: Final = object()
-"""Stands for a request that does not parse."""
+"""Placeholder for a request that does not parse."""
 
 RETRY_AFTER_S: Final = 1.0
-"""The wait before the next attempt that a caller is told after a transient limit."""
+"""The wait that a caller is told to make after it hit a limit on open calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ DEFAULT_LIMITS: Final = CallLimits()
 
 
 class Admission:
-    """The number of open calls of a server. Used on the event loop."""
+    """The counter of open calls of a server, which enforces the limit. Used on the event loop."""
 
     def __init__(self, limits: CallLimits) -> None:
         self.limits = limits
@@ -47,8 +48,8 @@ class Admission:
 
     @contextmanager
     def entered(self, method: str) -> Iterator[None]:
-        """Count a call inside the `with`. Raises LimitError when there are too many. method: its
-        full path."""
+        """Context manager that counts a call as open. Raises LimitError if too many are. method:
+        its full path."""
         if method.rpartition("/")[2] in self.limits.unlimited:
             yield
             return
@@ -65,7 +66,7 @@ class Admission:
 
 
 async def only_request(requests: AsyncIterator[Any], idle_timeout_s: float) -> Any:
-    """Return the one request of a call without a request stream."""
+    """Receive the only request of a call that has no request stream."""
     try:
         async with asyncio.timeout(idle_timeout_s):
             request = await anext(requests, None)
@@ -77,14 +78,14 @@ async def only_request(requests: AsyncIterator[Any], idle_timeout_s: float) -> A
 
 
 def parsed(request: Any) -> Any:
-    """Return the request. Raises InvalidInputError where it does not parse."""
+    """Return the request unless it is MALFORMED, for which InvalidInputError is raised."""
     if request is MALFORMED:
         raise InvalidInputError.at("request", "does not parse as the message of this call")
     return request
 
 
 class ParsedStream:
-    """A stream of requests that raises at the first one that does not parse."""
+    """An iterator over requests that raises InvalidInputError at the first malformed one."""
 
     __slots__ = ("_requests",)
 

@@ -99,12 +99,12 @@ SERVER_OPTIONS: Final[Options] = (
 
 _PROTOCOL: Final = ((PROTOCOL_KEY, PROTOCOL_VERSION),)
 _LOOK_EVERY_S: Final = 1.0
-"""The shortest time between two checks of a channel's files, which happen when a call begins."""
+"""The shortest time between two checks of a channel's TLS files; calls trigger the checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The files by which a process proves its identity to servers and verifies theirs; without
+    """The files with which a process authenticates itself to servers and verifies them; without
     files it uses plaintext."""
 
     tls: TlsFiles | None = None
@@ -135,7 +135,7 @@ def open_channel(
     host.
     proxy: URL of the HTTP proxy to connect through; unless given the one of the environment, if any
     (https_proxy, no_proxy).
-    Raises InvalidInputError when a file cannot be used.
+    Raises InvalidInputError if a file cannot be used.
     """
     options: list[tuple[str, int | str]] = [
         *CLIENT_OPTIONS,
@@ -164,13 +164,13 @@ def open_channel(
 
 
 def _shallow_options(address: str) -> Options:
-    """Return the limits of bytes ahead of a reader; a unix socket may lead into a tunnel."""
+    """Return the read-ahead limits for an address; a unix socket may lead into a tunnel."""
     is_near = not address.startswith("unix:") and is_loopback(address.rpartition(":")[0])
     return NEAR_OPTIONS if is_near else SHALLOW_OPTIONS
 
 
 async def write_message(call: Any, message: Message | bytes) -> None:
-    """Write to a connected stream and keep the reason when the other side refuses.
+    """Write to a connected stream, and raise the reason if the other side refuses.
 
     `call.write` replaces the status of the other side by INTERNAL if it arrives during a write, as
     it does in a stream of tensors. This function therefore writes one level below, where a message
@@ -186,17 +186,17 @@ async def write_message(call: Any, message: Message | bytes) -> None:
 
 
 class DelegatingChannel(grpc.aio.Channel):
-    """The base of our channels: each call, and each question about the state, goes to another
-    channel; leaving the context closes it."""
+    """Base of channels that forward each call and state query to another channel, which subclasses
+    choose; also a context manager that closes it."""
 
     @abstractmethod
     def _present(self) -> grpc.aio.Channel:
-        """Return the channel that is used now."""
+        """Return the channel to forward to now."""
 
     @abstractmethod
     def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the callable of one method. kind: the method of a channel that makes it from these
-        arguments, such as "unary_unary"."""
+        """Return a callable that starts calls of one method. kind: the channel method to forward to
+        with these arguments, such as "unary_unary"."""
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         return self._calls("unary_unary", args, kwargs)
@@ -230,8 +230,8 @@ class DelegatingChannel(grpc.aio.Channel):
 
 
 class _ProtocolChannel(DelegatingChannel):
-    """A channel whose calls carry protocol version and token with the caller's own metadata, and
-    raise UnavailableError once it is closed."""
+    """A channel that adds protocol version, token and trace to the metadata of each call, and
+    raises UnavailableError once it is closed."""
 
     def __init__(self, shown: str, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
         self._shown, self._inner, self._token = shown, inner, token
@@ -257,10 +257,10 @@ class _ProtocolChannel(DelegatingChannel):
 
 
 class _RenewedChannel(DelegatingChannel):
-    """A channel whose calls go over a channel with the newest certificates.
+    """A channel that starts each call over a connection with the newest certificates.
 
-    Calls that run when files change end on the channel on which they began. It is closed without
-    any open call at the next check of the files.
+    Calls in progress when files change end on their old connection, which is closed at the first
+    check of the files that finds it without calls.
     """
 
     def __init__(
@@ -268,8 +268,8 @@ class _RenewedChannel(DelegatingChannel):
     ) -> None:
         self._address, self._files, self._options = address, files, options
         self._calls_of: dict[grpc.aio.Channel, WeakSet[Any]] = {}
-        """The open channels with their calls. The references are weak, so that a call that has
-        ended is not kept until the next check."""
+        """The open calls of each open channel; weak references, so that a call that has ended is
+        not kept until the next check."""
         self._closing: set[asyncio.Task[None]] = set()
         self._newest = self._open()
         self._look_again_s = 0.0
@@ -322,8 +322,8 @@ class _RenewedChannel(DelegatingChannel):
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """Return the addresses in a text such as "host1:7070,host2:7070". Raises ValueError when there
-    is none, or one is no address."""
+    """Split "host1:7070,host2:7070" into addresses. Raises ValueError if there is none, or one is
+    invalid."""
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
     if not addresses:
         raise ValueError(f"{text!r} is not HOST:PORT[,HOST:PORT...]")
@@ -334,7 +334,7 @@ def split_addresses(text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Coordinators:
-    """The addresses of the coordinators of one cluster, and the present one.
+    """The addresses of a cluster's coordinators, and the one to call now.
 
     Several channels of one process may share it, and move on together.
     """
@@ -350,14 +350,14 @@ class Coordinators:
         return len(self.addresses) > 1
 
     def move_on(self, failed: str) -> None:
-        """Use the next address from now on, unless another call has moved on already."""
+        """Switch to the next address, unless another call has already switched from `failed`."""
         if failed == self.present:
             index = self.addresses.index(failed)
             self.present = self.addresses[(index + 1) % len(self.addresses)]
 
 
 class CoordinatorChannel(DelegatingChannel):
-    """A channel whose calls go to the present coordinator."""
+    """A channel that sends each call to the current coordinator, and finds the leader."""
 
     def __init__(
         self,

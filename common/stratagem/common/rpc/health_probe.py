@@ -1,4 +1,4 @@
-"""Ask a grpc.health.v1 service for its status: one question, one answer, no retries.
+"""Query a grpc.health.v1 service for its status: one question, one answer, no retries.
 
 Health checks run it every few seconds in each container, so it imports gRPC and nothing else that
 costs time.
@@ -13,7 +13,7 @@ TIMEOUT_S: Final = 3.0
 
 
 def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> str:
-    """Return SERVING or NOT_SERVING as the service at host:port says, else the reason for no
+    """Return SERVING or NOT_SERVING as the service at host:port reports, else why there is no
     answer.
 
     service: "live" asks a coordinator only whether it works, not whether it leads.
@@ -32,7 +32,7 @@ def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> 
 
 
 def _why(error: grpc.RpcError, address: str, timeout_s: float) -> str:
-    """Return the reason for no answer; of gRPC's message only the words of the service itself."""
+    """Return why there is no answer; of gRPC's message only the words of the service itself."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return f"nobody answers at {address}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -41,5 +41,5 @@ def _why(error: grpc.RpcError, address: str, timeout_s: float) -> str:
 
 
 def is_healthy(answer: str) -> bool:
-    """Return whether an answer of `health_of` means that the process is healthy."""
+    """Return whether a result of `health_of` means that the process is healthy."""
     return answer == "SERVING"

@@ -23,7 +23,7 @@ _Answer = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # has no types
-    """The health service; SERVING at first. Used on the event loop."""
+    """The grpc.health.v1 service of a process; SERVING at first. Used on the event loop."""
 
     def __init__(self) -> None:
         self._status: dict[str, Status] = {"": _Answer.SERVING}
@@ -32,12 +32,12 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # ha
         self._is_ending = False
 
     async def set(self, service: str, status: Status) -> None:
-        """Set the status of a service, unless the process is ending."""
+        """Set the status of a service; ignored once the process is shutting down."""
         if not self._is_ending:
             self._say({**self._status, service: status})
 
     async def enter_graceful_shutdown(self) -> None:
-        """Set all services to NOT_SERVING, for good."""
+        """Set all services to NOT_SERVING permanently."""
         self._is_ending = True
         self._say(dict.fromkeys(self._status, _Answer.NOT_SERVING))
 

@@ -46,12 +46,12 @@ MAX_ANSWER_BYTES: Final = 16 * 2**10
 MAX_STATUS_CHARS: Final = 200
 _PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS: Final = ("no_grpc_proxy", "no_proxy")
-"""Variables of the environment, of which gRPC takes the first that is set."""
+"""Environment variables with hosts that need no proxy; gRPC takes the first that is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpProxy:
-    """The address of a proxy, and USER:PASSWORD where it requires them."""
+    """An HTTP proxy: its address, and USER:PASSWORD if it requires them."""
 
     host: str
     port: int
@@ -61,9 +61,9 @@ class HttpProxy:
         return f"{self.host}:{self.port}"
 
     def connection(self, address: str, timeout_s: float) -> socket.socket:
-        """Return a socket that the proxy has connected to HOST:PORT.
+        """Connect to HOST:PORT through the proxy and return the socket.
 
-        Raises ProxyRefusalError and ProxyAwayError, with a sentence on the cause.
+        Raises ProxyRefusalError or ProxyAwayError, with a sentence on the cause.
         """
         try:
             connection = socket.create_connection((self.host.strip("[]"), self.port), timeout_s)
@@ -85,7 +85,7 @@ class HttpProxy:
         return connection
 
     def _check(self, status: str, address: str) -> None:
-        """Raise the error in the first line of the proxy's answer, unless it has connected."""
+        """Raise the error in the status line of the proxy's answer, unless it says 200."""
         code = status.split(" ")[1:2]
         if code == ["200"]:
             return
@@ -108,23 +108,23 @@ class HttpProxy:
 
 
 class ProxyRefusalError(OSError):
-    """A proxy refuses to connect to the address, and will do so again."""
+    """A proxy refuses to connect to the address; a retry does not help."""
 
 
 class ProxyAwayError(OSError):
-    """A proxy cannot be reached, or cannot reach the address: that may pass."""
+    """A proxy cannot be reached, or cannot reach the address; a retry may help."""
 
 
 def check_proxy(url: str) -> str:
-    """Return the URL of a proxy, or "". Raises ValueError where gRPC could not use it."""
+    """Validate a proxy's URL, or "", and return it. Raises ValueError if gRPC cannot use it."""
     if url:
         _parsed(url)
     return url
 
 
 def proxy_for(address: str, url: str = "") -> HttpProxy | None:
-    """Return the proxy by which gRPC connects to HOST:PORT; None for a direct connection. url: as
-    given to open_channel."""
+    """Return the proxy through which gRPC connects to HOST:PORT; None for a direct connection. url:
+    as given to open_channel."""
     host, _ = split_address(address)
     if _is_excepted(host.strip("[]")):
         return None
@@ -164,7 +164,7 @@ def _first_set(names: tuple[str, ...]) -> str:
 
 
 def _answer(connection: socket.socket) -> bytes:
-    """Return the head of the proxy's answer, and leave the rest in the socket."""
+    """Read the head of the proxy's answer, and leave the rest in the socket."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         byte = connection.recv(1)
@@ -178,7 +178,7 @@ def _answer(connection: socket.socket) -> bytes:
 
 TIMEOUT_S: Final = 3.0
 _HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
-"""The first bytes of an HTTP/2 client: the preface and empty settings."""
+"""The first bytes that an HTTP/2 client sends: the preface and empty settings."""
 
 # These are OpenSSL's codes, as in SSLCertVerificationError.verify_code.
 _NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
@@ -194,8 +194,7 @@ async def identity_problem(
     *,
     lasting: bool = False,
 ) -> str:
-    """Return the sentence for a failed call; empty where neither identity nor a proxy is the
-    reason.
+    """Return a sentence on why a call failed; "" if neither identity nor a proxy is the reason.
 
     to_worker, proxy: as given to open_channel. lasting: leave out a transient cause, which is a
     proxy that cannot be reached or does not reach the address.
@@ -215,8 +214,8 @@ def explain(
     proxy: str = "",
     lasting: bool = False,
 ) -> str:
-    """Describe the obstacle between a caller and the server at host:port; empty if a handshake
-    works, or if no server can be reached at all. lasting: as in identity_problem."""
+    """Probe a server by hand, and describe why a caller cannot connect; "" if a handshake works, or
+    no server can be reached at all. lasting: as in identity_problem."""
     probe = _Probe(address, timeout_s, proxy_for(address, proxy))
     try:
         if proof.tls is None:
@@ -235,7 +234,7 @@ def explain(
 
 
 class _Connection(ssl.SSLSocket):
-    """A TLS connection that closes itself if its peer is gone before the handshake.
+    """A TLS socket that closes itself if its peer is gone before the handshake.
 
     wrap_socket() has taken over the descriptor by then, and leaves it open.
     """
@@ -255,7 +254,7 @@ class _Probe:
     proxy: HttpProxy | None
 
     def handshake(self, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
-        """Return a connected socket. Raises OSError, of which SSLError is one."""
+        """Do a TLS handshake; return the socket. Raises OSError, of which SSLError is one."""
         context.set_alpn_protocols(["h2"])
         context.sslsocket_class = _Connection
         plain = self._connection()
@@ -272,7 +271,7 @@ class _Probe:
         return socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
 
     def peer_certificate(self) -> "x509.Certificate":
-        """Return the server's certificate without verifying it."""
+        """Fetch the server's certificate without verifying it."""
         from cryptography import x509
 
         with closing(self.handshake(_without_checks(), "probe")) as connection:
@@ -316,7 +315,7 @@ def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -
 
 
 def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: str) -> str:
-    """Describe the fault of the server's certificate."""
+    """Describe what is wrong with the server's certificate."""
     from cryptography import x509
 
     from stratagem.common.identity.tls import names_of
@@ -347,7 +346,7 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
 
 
 def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
-    """Name the expired one of the server's certificate and the authorities that we trust."""
+    """Say which certificate has expired, the server's or an authority that we trust."""
     from cryptography import x509
 
     authorities = x509.load_pem_x509_certificates(Path(files.ca).read_bytes())
@@ -359,7 +358,7 @@ def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
 
 
 def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
-    """Describe the fault of our certificate, which the server rejected."""
+    """Describe what is wrong with our certificate, which the server rejected."""
     if material.cert is None:
         return (
             f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "

@@ -79,12 +79,12 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 OnRefusal: TypeAlias = Callable[[Any, StratagemError], None]
-"""A function of the request and the error of a refused call whose caller was admitted."""
+"""A callback for refused calls of an authorized caller, with the request and the error."""
 
 _OUTAGES: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
 )
-"""Errors of the operating system that pass, by themselves or once there is room."""
+"""OS error codes that may pass: no space, files, memory, or an I/O error."""
 PROBE_TIMEOUT_S: Final = 5.0
 PROBES: Final = ("Check", "List")
 
@@ -99,10 +99,10 @@ def make_server(
     calls: CallStats | None = None,
     on_refusal: Mapping[str, OnRefusal] = MappingProxyType({}),
 ) -> grpc.aio.Server:
-    """Return a server with our options and rules; add services, `bind`, start.
+    """Return a gRPC server with our options and rules; add services to it, `bind` it, start it.
 
     gate: the authorizer; without it, as in servers without TLS, all callers are admitted. calls:
-    the counts. on_refusal: functions by the name of a call with one request, such as
+    the counts. on_refusal: functions keyed by the name of a call with one request, such as
     "RegisterWorker".
     """
     rules = _Rules(gate or Authorizer(), calls or CallStats(), Admission(limits), on_refusal)
@@ -110,13 +110,13 @@ def make_server(
 
 
 def make_health_server() -> grpc.aio.Server:
-    """Return a server for probes only, on a separate port, which always admits single questions."""
+    """Return a server for health probes only, which always admits single questions."""
     limits = CallLimits(PROBE_TIMEOUT_S, DEFAULT_LIMITS.max_calls, unlimited=PROBES)
     return make_server(limits)
 
 
 def add_health(server: grpc.aio.Server) -> HealthService:
-    """Add grpc.health.v1; SERVING at once. The caller sets the status while it drains."""
+    """Add a grpc.health.v1 service, SERVING at first; the caller sets the status later."""
     servicer = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer
@@ -205,7 +205,7 @@ class _Rules(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Handler, call: "_Call") -> Handler:
-    """Return the handler under our rules; it takes a stream of requests, even if only of one."""
+    """Wrap a handler with our rules; the result takes a stream of requests, even if only of one."""
     behaviour = getattr(handler, _KINDS[(handler.request_streaming, handler.response_streaming)])
     make: Callable[..., Handler] = grpc.stream_unary_rpc_method_handler
     if handler.response_streaming:
@@ -227,7 +227,7 @@ _KINDS: Final[dict[tuple[bool, bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call on its way to its handler."""
+    """One incoming call, with the rules that apply to it before and while it is handled."""
 
     details: grpc.HandlerCallDetails
     takes_stream: bool
@@ -244,7 +244,7 @@ class _Call:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the call while it is open. Raises LimitError when too many are."""
+        """Context manager that counts the call as open. Raises LimitError if too many calls are."""
         name = name_of(self.method)
         began_s = self.calls.begin(name)
         try:
@@ -260,7 +260,7 @@ class _Call:
             self.gate.admit(self.method, context.auth_context(), metadata)
 
     async def request(self, requests: AsyncIterator[Any]) -> Any:
-        """Return the request, or the stream of requests, for the handler."""
+        """Receive the request, or the stream of requests, to pass to the handler."""
         if not self.method.startswith(_FOREIGN):
             _check_version(self.details)
         if self.takes_stream:
@@ -270,8 +270,8 @@ class _Call:
         return request
 
     async def tell(self, error: StratagemError, request: Any, requests: AsyncIterator[Any]) -> None:
-        """Report the refusal of an admitted caller's call to `on_refusal`. request: None where it
-        was not read, because the caller has another protocol version."""
+        """Report the refusal of an authorized caller's call to `on_refusal`. request: None if it
+        was not read yet, because the caller has another protocol version."""
         if self.on_refusal is None:
             return
         with suppress(StratagemError, TimeoutError):
@@ -314,7 +314,7 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-    """Return a serializer that passes on bytes, since chunks are serialized already."""
+    """Wrap a serializer so that bytes pass unchanged, since chunks are serialized already."""
     return lambda message: (
         message if isinstance(message, bytes) or serialize is None else serialize(message)
     )
@@ -377,20 +377,20 @@ def _streaming(
 
 
 def _check_not_cancelled() -> None:
-    """Raise CancelledError again if it is meant for this call, not for something that it awaits."""
+    """Raise CancelledError again if this call was cancelled, not something that it awaits."""
     task = asyncio.current_task()
     if task is None or task.cancelling():
         raise asyncio.CancelledError
 
 
 def _ending() -> UnavailableError:
-    """Return the error for an ending server, since gRPC itself would answer nothing."""
+    """Return the error for calls of an ending server, since gRPC itself would answer nothing."""
     return UnavailableError("this process ends, and what the call waited for with it")
 
 
 def _outage(error: Exception) -> UnavailableError | None:
-    """Return the error of a process that lacks space, files or memory now, without a path; None for
-    other errors."""
+    """Convert an error for lack of space, files or memory to UnavailableError, without a path; None
+    for other errors."""
     if isinstance(error, MemoryError):
         return UnavailableError("this process has no memory for it now")
     if isinstance(error, OSError) and error.errno in _OUTAGES:
@@ -421,8 +421,8 @@ async def _abort(context: Context, method: str, raised: Exception, calls: CallSt
 # class is not made. The servicer knows what belongs to whom.
 
 Check = Callable[[Any, Any, Caller], Awaitable[None] | None]
-"""A function of the servicer, the request (the first one of a stream) and the caller, which raises
-when the caller may not name a resource."""
+"""A check, given the servicer, the (first) request and the caller, which raises if the caller may
+not name the resource in the request."""
 
 S = TypeVar("S")
 
@@ -476,7 +476,7 @@ def _checked(handler: Any, method: MethodDescriptor, check: Check) -> Any:
 
 
 class _FirstChecked:
-    """A stream of requests whose first one is checked, at no cost for the others."""
+    """A request stream whose first request is checked before the handler gets it."""
 
     __slots__ = ("_look", "_requests")
 
@@ -500,7 +500,7 @@ class _FirstChecked:
 
 
 class _AnswersOnceChecked:
-    """The answers of a handler that begins once its request was checked, as cheaply."""
+    """A response stream that begins once the request was checked."""
 
     __slots__ = ("_answers", "_look")
 
@@ -521,7 +521,7 @@ class _AnswersOnceChecked:
         return await anext(self._answers)
 
     async def aclose(self) -> None:
-        """End the handler."""
+        """Close the handler's response stream."""
         if self._look is not None:
             self._look.close()
         await self._answers.aclose()

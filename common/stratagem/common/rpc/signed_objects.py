@@ -1,4 +1,4 @@
-"""Write and read objects over HTTP by requests that somebody else has signed.
+"""Write and read objects over HTTP by pre-signed URLs of an object store.
 
 A URL names one object, one kind of request and the time for which it is valid; its holder has no
 other right. Redirects are not followed, TLS is verified against the authorities of the system
@@ -19,7 +19,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError, Unav
 from stratagem.common.rpc.probe import proxy_for
 
 TIMEOUT_S: Final = 30.0
-"""The longest time without progress."""
+"""The longest time that a request may go without progress."""
 MAX_URL_CHARS: Final = 8192
 _PIECE_BYTES: Final = 2**20
 _SMALL_BYTES: Final = 2**16
@@ -30,10 +30,10 @@ CancelCheck = Callable[[], bool]
 
 
 class SignedObjects:
-    """The signed requests of this process; any thread may make them."""
+    """An HTTP client for pre-signed URLs; thread-safe."""
 
     def __init__(self, *, allows_http: bool) -> None:
-        """Begin. allows_http: allow a store without TLS, on trusted networks."""
+        """Make a client. allows_http: also use a store without TLS, on trusted networks."""
         self._allows_http = allows_http
 
     def put(
@@ -44,10 +44,10 @@ class SignedObjects:
         on_half: Callable[[], None] = lambda: None,
         is_cancelled: CancelCheck = lambda: False,
     ) -> None:
-        """Write an object durably before this returns.
+        """Upload an object, durably when this returns. on_half: called when half of it is sent.
 
-        on_half: called when half of it is sent. Raises UnavailableError when the store refuses or
-        cannot be reached, or the call was cancelled; the object then does not exist, or is whole.
+        Raises UnavailableError if the store refuses or cannot be reached, or the call was
+        cancelled; the object then does not exist, or is whole.
         """
         with self._connection(url) as (connection, target):
             connection.putrequest("PUT", target)
@@ -67,7 +67,7 @@ class SignedObjects:
             _check(connection.getresponse())
 
     def get(self, url: str, num_bytes: int) -> memoryview:
-        """Read an object of exactly num_bytes. Raises UnavailableError, and IntegrityError where it
+        """Download an object of exactly num_bytes. Raises UnavailableError, or IntegrityError if it
         has another size."""
         with self._connection(url) as (connection, target):
             connection.request("GET", target)
@@ -100,8 +100,8 @@ class SignedObjects:
 
 
 def check_signed_url(url: str, *, allows_http: bool) -> SplitResult:
-    """Return the parts of an allowed URL. Raises InvalidInputError, which does not show its query,
-    since that grants the right."""
+    """Parse an allowed URL. Raises InvalidInputError, whose text omits the query, since that grants
+    the right."""
     try:
         parts = urlsplit(url)
         is_one = len(url) <= MAX_URL_CHARS and url.isascii() and url.isprintable()
@@ -143,7 +143,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _sent(connection: http.client.HTTPConnection, pieces: Iterable[memoryview]) -> Iterator[int]:
-    """Send pieces; yield the number of bytes sent."""
+    """Send the pieces; yield the number of bytes sent so far after each write."""
     sent = 0
     for piece in _in_large_pieces(pieces):
         view = memoryview(piece).cast("B")
@@ -155,7 +155,7 @@ def _sent(connection: http.client.HTTPConnection, pieces: Iterable[memoryview]) 
 
 
 def _in_large_pieces(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Join small pieces, so that thousands of small tensors do not become thousands of packets."""
+    """Merge small pieces, so that thousands of small tensors do not become thousands of packets."""
     small = bytearray()
     for piece in pieces:
         if len(piece) >= _SMALL_BYTES or len(small) >= _PIECE_BYTES:
@@ -169,7 +169,7 @@ def _in_large_pieces(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _check(answer: http.client.HTTPResponse) -> None:
-    """Raise UnavailableError unless a request was carried out."""
+    """Raise UnavailableError unless the response has a success status."""
     if 200 <= answer.status < 300:
         return
     code = _CODE.search(answer.read(_MAX_ERROR_BYTES))

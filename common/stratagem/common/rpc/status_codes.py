@@ -99,12 +99,12 @@ _MAX_VIOLATION_BYTES: Final = 1000
 
 
 def code_of(error: Exception) -> grpc.StatusCode | None:
-    """Return the status code of an error; None for one that must not leave the process."""
+    """Return the gRPC status code for an error; None for an error that must not be sent."""
     return next((code for kind, code in TABLE if isinstance(error, kind)), None)
 
 
 def to_status(error: Exception) -> grpc.Status | None:
-    """Return the error as a status with details; None for one that must not leave the process."""
+    """Encode an error as a gRPC status with details; None for an error that must not be sent."""
     code = code_of(error)
     if code is None:
         return None
@@ -127,7 +127,7 @@ def to_status(error: Exception) -> grpc.Status | None:
 
 
 def shown(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
-    """Return a caller's text for others: not too long, and without control characters."""
+    """Return text of a caller that others may see: shortened, without control characters."""
     text = printable(text[:max_bytes])
     raw = text.encode(errors="replace")
     if len(raw) <= max_bytes:
@@ -149,7 +149,7 @@ def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None
 
 
 def from_rpc_error(error: grpc.RpcError) -> StratagemError:
-    """Return the error that the other side raised, or one with gRPC's own report."""
+    """Decode the error that the other side raised, or make one from gRPC's own report."""
     code, message = error.code(), shown(error.details() or "") or error.code().name
     details = _details(error)
     kind = _BY_NAME.get(details.info.reason) if details.info.domain == _DOMAIN else None
@@ -170,7 +170,7 @@ def from_rpc_error(error: grpc.RpcError) -> StratagemError:
 
 
 def name_of(error: grpc.RpcError) -> str:
-    """Return the name of the error that the other side raised; "" for gRPC itself or a proxy."""
+    """Return the class name of the error that the other side raised; "" if gRPC itself failed."""
     info = _details(error).info
     return str(info.reason) if info.domain == _DOMAIN else ""
 

@@ -20,30 +20,30 @@ from stratagem.common.process.process import OwnFolder, machine_prefix, temporar
 # peer count, not the work between them. One timer serves all messages of a stream.
 
 _NUM_LOOKS: Final = 8
-"""The number of checks of a wait within the limit, so that it may last an eighth longer."""
+"""The number of timer checks per stall timeout, so a wait may last an eighth longer."""
 
 
 def is_silent(stall_s: float) -> Exception:
-    """Return the error for a peer that sends nothing."""
+    """Return the default error of StallTimeout, for a peer that sends nothing."""
     return TimeoutError(f"the peer was silent for {stall_s:g} s")
 
 
 def takes_nothing(stall_s: float) -> Exception:
-    """Return the error for a caller that takes none of its answers."""
+    """Return the error of StallTimeout for a caller that does not read its answers."""
     return UnavailableError(
         f"the caller has taken nothing for {stall_s:g} s; ask again from there on"
     )
 
 
 class StallTimeout:
-    """An asynchronous context manager; raises an error once a wait inside has lasted stall_s."""
+    """Async context manager that raises an error once one wait in its block has lasted stall_s."""
 
     __slots__ = ("_error", "_loop", "_since_s", "_stall_s", "_timeout", "_timer")
 
     def __init__(
         self, stall_s: float | None, error: Callable[[float], Exception] = is_silent
     ) -> None:
-        """Set the limit. stall_s: None waits forever."""
+        """Set the timeout of each wait; None waits forever. error: makes the error from stall_s."""
         self._stall_s, self._error = stall_s, error
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
@@ -66,7 +66,7 @@ class StallTimeout:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside the `with` as a wait for the peer, such as for one message."""
+        """Context manager that marks its block as one wait for the peer, such as for a message."""
         self._since_s = self._loop.time()
         try:
             yield
@@ -93,11 +93,11 @@ class StallTimeout:
 # 0.2.0 send no acknowledgement.
 
 BEGUN: Final = (("stratagem-stream", "begun"),)
-"""The initial metadata of the acknowledgement; those of a failed call are empty."""
+"""The initial metadata with which a coordinator acknowledges a stream; a failed call has none."""
 
 
 def has_begun(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Return whether initial metadata acknowledge the stream."""
+    """Return whether initial metadata contain the acknowledgement `BEGUN`."""
     return set(BEGUN) <= {(key, value) for key, value in metadata or ()}
 
 
@@ -105,12 +105,12 @@ def has_begun(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
 
 KIND: Final = "sockets"
 LONGEST_PATH: Final = 107
-"""The largest number of bytes in the path of a unix socket."""
+"""The largest length in bytes of the path of a unix socket."""
 
 
 class SocketFolder:
-    """A folder for unix sockets that only its owner may enter; it is made for the first socket,
-    when the folders of this user's killed processes are removed."""
+    """A private folder for unix sockets, made for the first socket, when folders of this user's
+    killed processes are removed, too."""
 
     def __init__(self) -> None:
         self._folder: OwnFolder | None = None
@@ -139,16 +139,16 @@ class SocketFolder:
 # the other end wait, as over a plain connection.
 
 FRAME_BYTES: Final = 256 * 2**10
-"""The largest frame: larger ones gained nothing, smaller ones cost a turn of the loop each."""
+"""The largest frame: larger ones gained nothing, smaller ones cost an event-loop turn each."""
 PARKED: Final = (("stratagem-relay", "parked"),)
 """The initial metadata by which a coordinator announces that a stream is parked."""
 LINGER_S: Final = 5.0
-"""The time within which the other end must read the last frames."""
+"""The time given to the other end to read the last frames."""
 
 Receive = Callable[[], Awaitable[bytes | None]]
-"""Reads the bytes of the next frame of a stream; None at its end."""
+"""Returns the bytes of the next frame of a stream; None at its end."""
 Send = Callable[[bytes], Awaitable[None]]
-"""Writes one frame of a stream, and returns once there is room for the next."""
+"""Writes a frame to a stream, and returns once there is room for the next."""
 
 
 async def copy_both_ways(
@@ -157,11 +157,11 @@ async def copy_both_ways(
     send: Send,
     finish: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Copy until the socket or the stream ends, and close the socket.
+    """Copy between a socket and a stream, both ways, until one of them ends, and close the socket.
 
     finish: ends this direction of the stream; the end of the other one is then awaited, so that the
     last frames are read. Without it the stream ends when this returns. Raises the errors of the
-    stream; a broken socket has ended.
+    stream; a broken socket counts as ended.
     """
     loop = asyncio.get_running_loop()
 

@@ -53,7 +53,7 @@ from stratagem.v1 import tensor_pb2
 
 IDLE_TIMEOUT_S: Final = 30.0
 SMALL_CHUNK_BYTES: Final = 64 * 2**10
-"""One such chunk per idle timeout is 2 KB/s; a whole chunk would be 70 KB/s."""
+"""The chunk size for slow streams: one per idle timeout is 2 KB/s; a whole chunk, 70 KB/s."""
 _FIRST_CHUNKS: Final = (SMALL_CHUNK_BYTES, 3 * SMALL_CHUNK_BYTES, 12 * SMALL_CHUNK_BYTES)
 """The first chunks of a download: half of its first 2 MiB, so that progress is seen below 70 KB/s.
 Three more messages do not slow a fast stream."""
@@ -61,7 +61,7 @@ Three more messages do not slow a fast stream."""
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The policy for a cut stream: the number of attempts without progress, and their pauses."""
+    """The retry policy of a cut stream: attempts without progress, and backoff."""
 
     max_attempts: int = 5
     first_pause_s: float = 0.1
@@ -81,13 +81,13 @@ R = TypeVar("R")
 KeepUp = Callable[[], Awaitable[None]]
 
 FrameSource = Callable[[int], Iterator[bytes]]
-"""Yields the content from an offset on as serialized messages; see `frames`."""
+"""Yields the content from an offset on as serialized messages with chunks; see `frames`."""
 
 SizeOf = Callable[[Any, Manifest], int]
-"""Returns the number of bytes of a stream, by its first message and the checked manifest in it."""
+"""Returns the number of bytes of a stream, given its first message and the manifest in it."""
 
 Accept = Callable[[Manifest], Sink | memoryview]
-"""Called once with the checked manifest; returns the destination of the bytes, or refuses."""
+"""Called once with the checked manifest; returns the destination of the bytes, or raises."""
 
 
 # ---- The side that serves ----
@@ -131,7 +131,7 @@ async def serve_get(
 async def receive_header(
     requests: AsyncIterator[Any], idle_timeout_s: float = IDLE_TIMEOUT_S
 ) -> Any:
-    """Return the first request of an upload, whose field `header` is set."""
+    """Receive the first request of an upload, which must be the header."""
     request = await _next(requests, idle_timeout_s)
     if request is None or _kind(request) != "header":
         raise InvalidInputError.at("message", "the first one of a stream must be the header")
@@ -146,7 +146,7 @@ async def receive_upload(
     commit: Callable[[], Awaitable[None]],
     idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> AsyncIterator[R]:
-    """Yield the responses of an upload whose header has been read and accepted.
+    """Write the chunks of an upload whose header has been accepted; yield the responses.
 
     `writer` is at the offset where the sender continues; `commit` checks the digest and makes the
     content visible. After an error the caller decides about the received part.
@@ -163,7 +163,7 @@ async def receive_chunks(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     keep_up: KeepUp | None = None,
 ) -> None:
-    """Write messages that carry chunks until the writer is complete, in both directions.
+    """Write the chunks in messages until the writer is complete; for uploads and downloads.
 
     keep_up is awaited after each chunk, so that a slow sink can hold up the stream.
     """
@@ -197,7 +197,7 @@ def _kind(message: Any) -> str:
 
 
 def all_of_it(_first: Any, manifest: Manifest) -> int:
-    """Return the size of a stream that carries all data of its manifest."""
+    """Return the size of a stream that carries all data of its manifest; the default `size_of`."""
     return manifest.total_bytes
 
 
@@ -215,11 +215,11 @@ async def pull(  # noqa: PLR0913  (all but two have the usual defaults)
     size_of: SizeOf = all_of_it,
     near: Near | None = None,
 ) -> Manifest:
-    """Download a tensor stream to the destination that `accept` returns; resume it after a cut.
+    """Download a tensor stream to the destination that `accept` returns; resume after a cut.
 
     `open_call(offset)` starts the call; `offset` > 0 continues a download of an earlier process.
     `size_of` returns the size of the stream, by the first message of each call. `near` is tried
-    once, before `open_call`. Raises an error of our tree; the sink then has an unusable part.
+    once, before `open_call`. Raises a StratagemError; the sink then has an unusable part.
     """
     download = _Download(accept, limits, purpose, offset, codecs, size_of)
     if offset:  # a download of an earlier process continues as a stream
@@ -244,7 +244,7 @@ async def pull(  # noqa: PLR0913  (all but two have the usual defaults)
 
 
 class _Download:
-    """The received part of one download, over all its calls."""
+    """The progress of one download over all its attempts: manifest and received bytes."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ async def _receive(
     keep_up: KeepUp | None,
     near: Near | None,
 ) -> bool:
-    """Receive the messages of a call; return False where it offers a file that cannot be read."""
+    """Receive the messages of a call; return False if it offers a file that cannot be read."""
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":
@@ -316,7 +316,7 @@ async def push(
     committed.
 
     `header` is the first request. The receiver names the offset from which it needs the bytes, so a
-    cut stream continues there. Raises an error of our tree.
+    cut stream continues there. Raises a StratagemError.
     """
     pieces = piece_bytes(manifest.total_bytes)
     source = content if callable(content) else from_buffers(content, pieces)
@@ -339,7 +339,7 @@ async def push_frames(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     retry: Retry = Retry(),
 ) -> None:
-    """Send serialized chunks, which several receivers may share, as `push` does."""
+    """Upload as `push` does, from serialized chunks, which several receivers may share."""
     agreed = 0  # the offset that the receiver named last
     is_slow = False
 
@@ -391,7 +391,7 @@ def _small(frames: Iterator[bytes]) -> Iterator[bytes]:
 async def _persist(
     attempt: Callable[[], Awaitable[Any]], progress: Callable[[], int], retry: Retry
 ) -> None:
-    """Attempt until it succeeds, fails for good, or makes no progress for too long."""
+    """Retry `attempt` with backoff until it succeeds, fails for good, or makes no progress."""
     failures, reached = 0, progress()
     backoff = Backoff(retry.first_pause_s, retry.max_pause_s)
     while True:
@@ -409,7 +409,7 @@ async def _persist(
 
 
 def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
-    """Return whether the connection or the peer was lost, rather than refused the call.
+    """Return whether the connection or the peer was lost, as opposed to refusing the call.
 
     gRPC reports a write into a stream that the peer has just ended as INTERNAL, and loses the
     peer's reason; the next attempt will receive it.
@@ -422,8 +422,7 @@ def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
 
 
 def _is_stall(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
-    """Return whether this side or the peer has reached the idle timeout, the only deadline of these
-    calls."""
+    """Return whether the idle timeout, the only deadline here, has passed at either side."""
     return isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

@@ -96,13 +96,13 @@ class Section(BaseModel):
         return section
 
     def document(self) -> dict[str, JSON]:
-        """Return the section as plain values: declared order, kwargs in key order, without what is
-        absent. Raises InvalidInputError for a number that is not finite."""
+        """Return the section as plain values: fields in declared order, kwargs sorted by key,
+        absent values left out. Raises InvalidInputError for a number that is not finite."""
         written: dict[str, JSON] = check_json(self.model_dump(mode="json"))  # type: ignore[assignment]
         return written
 
     def with_changes(self, **changes: Any) -> Self:
-        """Return a copy with fields set, checked as a whole; None takes a field away."""
+        """Return a copy with some fields changed, validated as a whole; None removes a field."""
         if isinstance(self, Partial):
             return self.altered(**changes)
         given = {name: vars(self)[name] for name in self.model_fields_set}
@@ -110,8 +110,8 @@ class Section(BaseModel):
         return type(self)(**{name: value for name, value in fields.items() if value is not None})
 
     def altered(self, **changes: Any) -> Self:
-        """Return a copy with fields set, each checked by itself and none against the others: for
-        what is tried in place of the section, and is no document."""
+        """Return a copy with some fields changed, each validated alone but not against the others:
+        for trial values that are never written as a document."""
         given = {name: value for name, value in changes.items() if value is not None}
         try:
             read = partial_class(type(self)).model_validate(given)
@@ -126,7 +126,7 @@ class Section(BaseModel):
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy as pydantic does, but for what is set in it, which is checked."""
+        """Return a copy as pydantic does, but validate the updated fields."""
         return self.with_changes(**update) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="wrap")
@@ -149,7 +149,8 @@ class Section(BaseModel):
 
 
 class _MadeInCode(type):
-    """The class of values that code makes; it raises what is wrong with them in our words."""
+    """Metaclass of document values: invalid arguments raise InvalidInputError, not pydantic's
+    error."""
 
     if not TYPE_CHECKING:  # type checkers see the constructor that is derived from the fields
 
@@ -229,14 +230,14 @@ class DocumentValue(metaclass=_MadeInCode):
 
 
 def _said(error: ValidationError, cls: type, document: JSON = None) -> InvalidInputError:
-    """Return what is wrong, in the order of a document, without what else can be read of it."""
+    """Return a pydantic error as ours, its violations in the order of the document."""
     found = to_invalid_input(error, cls).violations
     return InvalidInputError(violations=in_order(found, document))
 
 
 def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the path of each key of the document that nothing was made of, and a hint at the field
-    that may be meant."""
+    """Yield the path of each key of the document that was ignored, and a hint at the field that may
+    be meant."""
     if isinstance(value, list) and isinstance(made, tuple):
         for i, (item, own) in enumerate(zip(value, made, strict=True)):
             yield from _ignored_keys(item, own, f"{path}[{i}]")
@@ -255,7 +256,7 @@ def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str,
 
 
 def _tags(made: object) -> Iterator[tuple[str, object]]:
-    """Yield the field that holds the name of its class, where it has one, and that name."""
+    """Yield the field that holds the class name in the document (its tag), and that name."""
     return ((key, own) for key, own in vars(made).items() if key in ("type", "method"))
 
 
@@ -264,7 +265,7 @@ class NoOptions(DocumentValue, is_extras=True):
 
 
 def one_of(section: BaseModel, names: Sequence[str]) -> list[Violation]:
-    """Return the violation unless exactly one of the named fields is set."""
+    """Return a violation unless exactly one of the named fields is set."""
     present = [name for name in names if getattr(section, name) is not None]
     if len(present) == 1:
         return []
@@ -274,14 +275,14 @@ def one_of(section: BaseModel, names: Sequence[str]) -> list[Violation]:
 
 
 def only_with(section: BaseModel, name: str, owner: str) -> list[Violation]:
-    """Return the violation if a field that belongs to another one is set without it."""
+    """Return a violation if the field `name` is set without the field `owner` that it needs."""
     if not getattr(section, name) or getattr(section, owner) is not None:
         return []
     return [Violation(name, f"has a meaning only together with {owner}")]
 
 
 def refuse(violations: Sequence[Violation]) -> None:
-    """Raise what was found, if anything was."""
+    """Raise InvalidInputError with the violations, if there are any."""
     if violations:
         raise InvalidInputError(violations=violations)
 
@@ -346,7 +347,7 @@ def _check_entrypoint(value: str) -> str:
 
 
 def colon_hint(value: str) -> str:
-    """Return "; did you mean module:name?" for a text that is an entry point but for its colon,
+    """Return "; did you mean module:name?" if the text looks like an entry point without its colon,
     else ""."""
     module, _, name = value.rpartition(".")
     meant = f"{module}:{name}"
@@ -374,8 +375,8 @@ MetricName: TypeAlias = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class UpTo:
-    """The bound of a count of things that are kept one by one: without an end it would be an
-    attack. It is lifted with the other limits, for jobs that were accepted before."""
+    """An upper bound on the number of items that are kept one by one, so that no document can
+    exhaust memory. It is lifted with the other limits, for jobs that were accepted before."""
 
     le: int
 
@@ -406,7 +407,7 @@ class OneKey:
         )
 
     def forms(self) -> tuple[str, ...]:
-        """Return what may stand in the document, n for a number."""
+        """Return the forms that the document accepts, with n for a number."""
         held = {
             name: next(iter(kind.__pydantic_fields__.values())) for name, kind in self.kinds.items()
         }

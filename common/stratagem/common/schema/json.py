@@ -19,9 +19,9 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 2**16
-"""The most values in one text: a megabyte of brackets would take its reader many seconds."""
+"""The largest number of values in one text: a megabyte of brackets takes many seconds to read."""
 _MAX_PATHS: Final = 3
-"""That a sentence suggests."""
+"""The largest number of paths that an error message suggests."""
 
 
 def load_json(text: str, field: str = "") -> JSON:
@@ -70,7 +70,7 @@ def check_json(value: object, field: str = "", depth: int = 0) -> JSON:
 
 
 def _inside(value: object, place: int | str, field: str, depth: int) -> JSON:
-    """Check a value inside another one; a path is made only for a wrong one, as most are right."""
+    """Check one item of a list or mapping; its path is only built if the item is wrong."""
     try:
         return check_json(value, "", depth + 1)
     except InvalidInputError as error:
@@ -106,7 +106,7 @@ def check_text(value: str, field: str) -> str:
 
 
 def sort_keys(value: JSON) -> JSON:
-    """Return the same value with the keys of every object in order."""
+    """Return the same value with the keys of every object sorted."""
     match value:
         case dict():
             return {key: sort_keys(value[key]) for key in sorted(value)}
@@ -124,15 +124,15 @@ def join(path: str, name: str) -> str:
 
 
 def under(path: str, violations: Iterable[Violation]) -> tuple[Violation, ...]:
-    """Return the violations of an inner value as seen from the document that has it at `path`."""
+    """Return the violations of an inner value with its `path` in the outer document prepended."""
     return tuple(
         Violation(join(path, violation.field), violation.message) for violation in violations
     )
 
 
 def item_of(items: list[JSON], key: str) -> int | None:
-    """Return the place of an item of a list that a path names: by its place from 0, or by the name
-    that it has; None where there is none."""
+    """Return the index of the list item that a part of a path names, by index or by its `name`;
+    None if there is none."""
     if key.isascii() and key.isdigit():
         return int(key) if int(key) < len(items) else None
     named = (i for i, item in enumerate(items) if isinstance(item, dict) and _name(item) == key)
@@ -140,7 +140,7 @@ def item_of(items: list[JSON], key: str) -> int | None:
 
 
 def no_item(items: list[JSON], key: str) -> str:
-    """Return the sentence for a list without the item that a path names."""
+    """Return the error message for a list that has no item of this index or name."""
     names = [str(_name(item)) for item in items if isinstance(item, dict) and _name(item)]
     named = f", named {', '.join(names)}" if names else ""
     places = f"0 to {len(items) - 1}" if items else "none"
@@ -152,14 +152,14 @@ def _name(item: dict[str, JSON]) -> JSON:
 
 
 def in_order(violations: Iterable[Violation], document: JSON) -> list[Violation]:
-    """Return violations in the order in which a document has their fields; what is missing in a
-    mapping comes after what is there."""
+    """Return the violations sorted by the position of their fields in the document; missing fields
+    come last in their mapping."""
     return sorted(violations, key=lambda violation: tuple(_places(violation.field, document)))
 
 
 def _places(path: str, value: JSON) -> Iterator[int]:
-    """Yield the place, among its neighbours, of each part of a path that a document has; and of a
-    last part that it has not."""
+    """Yield, for each part of a path, its position among its siblings in the document; a missing
+    last part comes last."""
     while path and isinstance(value, dict | list):
         if isinstance(value, list):
             number, _, path = path.removeprefix("[").partition("]")
@@ -176,7 +176,7 @@ def _places(path: str, value: JSON) -> Iterator[int]:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is close to a word; None where there is none."""
+    """Return the known name that is close to a word; None if there is none."""
     by_lower = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
@@ -189,18 +189,15 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def not_one_of(value: object, known: Iterable[str]) -> str:
-    """Return the sentence for a value that is not among the known names."""
+    """Return the error message for a value that is not among the known names."""
     names = tuple(known)
     hint = suggest(value, names) if isinstance(value, str) else ""
     return f"{value!r} is not one of {', '.join(names)}{hint}"
 
 
 def unknown_key(key: str, known: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
-    """Return the sentence for a key that a strict document does not have.
-
-    elsewhere: paths of keys in its sections that may be meant; one of the very name is likelier
-    than a similar name here.
-    """
+    """Return the error message for an unknown key of a document. elsewhere: paths in other sections
+    that have such a key; an exact match there is suggested before a similar name here."""
     names = tuple(known)
     there = f"; did you mean {' or '.join(elsewhere[:_MAX_PATHS])}?" if elsewhere else ""
     is_exact = any(path.endswith(f".{key}") for path in elsewhere)
@@ -232,7 +229,7 @@ def _no_constant(name: str) -> None:
 _T = TypeVar("_T")
 
 _LEAVES: Final = frozenset({str, int, float, bool, type(None)})
-"""Asked of every element, as a user's loss gets a fresh list of weights in every micro-batch."""
+"""Types of values that need no freezing; a set, because every list element is looked up."""
 
 
 def _refuse(self: object, *_args: Any, **_kwargs: Any) -> NoReturn:
@@ -240,7 +237,7 @@ def _refuse(self: object, *_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 class FrozenDict(dict[str, Any]):
-    """A mapping of frozen values."""
+    """An immutable dict whose values are frozen, too."""
 
     __slots__ = ()
 
@@ -261,7 +258,7 @@ class FrozenDict(dict[str, Any]):
 
 
 class FrozenList(list[Any]):
-    """A list of frozen values."""
+    """An immutable list whose items are frozen, too."""
 
     __slots__ = ()
 
@@ -283,7 +280,7 @@ class FrozenList(list[Any]):
 
 
 def frozen(value: _T) -> _T:
-    """Return the same JSON value with nothing in it that can be changed."""
+    """Return the same JSON value, immutable at every depth."""
     made: Any = value
     if isinstance(value, FrozenDict | FrozenList):
         return value

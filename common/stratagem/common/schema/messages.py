@@ -1,7 +1,7 @@
-"""Says in our words what pydantic found wrong with a document: one violation per wrong field.
+"""Translate pydantic's validation errors into our own words: one violation per wrong field.
 
-Each class of a document says it about its own fields; what a class inside it has said already is
-put under the field that holds it. Pydantic's own messages never leave this module.
+Each class of a document reports on its own fields; the violations of a nested class are put under
+the field that holds it. Pydantic's own messages never leave this module.
 """
 
 import re
@@ -27,9 +27,9 @@ from stratagem.common.schema.rules import (
 )
 
 BOUNDS: Final[Mapping[str, str]] = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-"""The constraints of a number, and the sign of each."""
+"""The names of numeric constraints, each with its comparison sign."""
 TECHNICAL: Final = 2**62 - 1
-"""A bound from here on is that of a column or a seed: said only to who goes beyond it."""
+"""Larger bounds belong to a database column or a seed, and are only named if exceeded."""
 _BOUND_OF: Final = {
     "greater_than": "gt",
     "greater_than_equal": "ge",
@@ -48,8 +48,8 @@ _NOT_A: Final[Mapping[str, str]] = {
 
 
 def to_invalid_input(error: ValidationError, cls: Any, value: object = None) -> InvalidInputError:
-    """Return pydantic's findings about the fields of `cls`, one class of a document, and what its
-    rules find in the other ones of the value."""
+    """Translate a validation error of `cls`, one class of a document, and add the violations that
+    its rules find among the fields that are right."""
     details = error.errors(include_url=False)[:MAX_VIOLATIONS]
     cause = details[0].get("ctx", {}).get("error")
     if isinstance(cause, InvalidInputError) and not details[0]["loc"] and cause.violations:
@@ -65,8 +65,8 @@ def to_invalid_input(error: ValidationError, cls: Any, value: object = None) -> 
 
 
 def _wrong_fields(found: Iterable[ErrorDetails], cls: Any) -> dict[str, Any]:
-    """Return the fields of a class that are wrong, each with what can be read of it, or UNREAD; and
-    those that an unknown key is meant for."""
+    """Return the invalid fields of a class, each with its readable part or UNREAD, including fields
+    that a misspelt key was meant for."""
     wrong: dict[str, Any] = {}
     for each in found:
         name = _meant(each, cls) if each["loc"] else None
@@ -80,9 +80,8 @@ def _wrong_fields(found: Iterable[ErrorDetails], cls: Any) -> dict[str, Any]:
 
 
 def _first_causes(found: list[ErrorDetails], cls: Any) -> Iterator[ErrorDetails]:
-    """Yield what was found, without fields that are missing because their key is misspelt, and
-    without lists that seem too short because an item of theirs is wrong: pydantic counts the right
-    ones only."""
+    """Yield the errors without their consequences: a field that is missing because its key is
+    misspelt, or a list that seems too short because pydantic does not count its invalid items."""
     holders = {each["loc"][:i] for each in found for i in range(len(each["loc"]))}
     meant = {_meant(each, cls) for each in found if each["type"] == "extra_forbidden"}
     for each in found:
@@ -92,7 +91,7 @@ def _first_causes(found: list[ErrorDetails], cls: Any) -> Iterator[ErrorDetails]
 
 
 def _meant(details: ErrorDetails, cls: Any) -> str | None:
-    """Return the field of the class that is wrong, or that a key is meant for which it has not."""
+    """Return the field that an error is about, or that a misspelt key was probably meant for."""
     key, fields = str(details["loc"][0]), cls.__pydantic_fields__
     if key in fields:
         return key
@@ -122,8 +121,7 @@ def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
 
 
 def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
-    """Return the paths at which the classes inside this one have a key of this name, or of a name
-    that begins with it."""
+    """Return the paths in nested classes at which this key, or one that begins with it, exists."""
     found = dict.fromkeys(
         join(name, inner)
         for name, info in fields.items()
@@ -135,7 +133,7 @@ def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
 
 
 def _classes_beside(annotation: Any) -> Iterator[Any]:
-    """Yield the classes whose keys a field may have; not those of the items of a list."""
+    """Yield the document classes that a field may hold directly, not those of list items."""
     if hasattr(annotation, "__pydantic_fields__"):
         yield annotation
     if get_origin(annotation) in (Annotated, Union, UnionType):
@@ -144,7 +142,7 @@ def _classes_beside(annotation: Any) -> Iterator[Any]:
 
 
 def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:
-    """Return the path of what is wrong, and the field that it is in."""
+    """Return the path of an error, and the declaration of its field."""
     if not details["loc"]:
         return "", None
     first, *further = details["loc"]
@@ -159,7 +157,7 @@ def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:
 
 
 def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
-    """Return which of several classes an object may stand for; the class is named under a key."""
+    """Return the violation for a tag (the key that names an object's class) missing or unknown."""
     tags = (getattr(part, "discriminator", None) for part in metadata_of(info))
     tag = next(each for each in tags if each is not None)
     value, context = details["input"], details.get("ctx", {})
@@ -207,7 +205,7 @@ def _sentence(details: ErrorDetails, info: FieldInfo | None) -> str:
 
 
 def _range(bound: str, limit: float, info: FieldInfo | None) -> str:
-    """Return the whole range of a number of which one bound was broken."""
+    """Return the whole allowed range of a number that broke one of its bounds, as text."""
     limits = {
         name: value
         for part in (metadata_of(info) if info else ())

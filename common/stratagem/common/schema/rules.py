@@ -1,8 +1,8 @@
-"""Run the rules of a document's class over a value of which some fields may be wrong, and give
-examples.
+"""Run the rules of a document class on a value that may have invalid fields, and build examples of
+valid values.
 
-A rule is a method that yields violations, beyond the types of the fields. A rule that asks for a
-wrong field ends there: its answer would be a consequence, or cannot be known yet. Each rule thus
+A rule is a method that yields violations, beyond the types of the fields. A rule that reads an
+invalid field ends there: its answer would be a consequence, or cannot be known yet. Each rule thus
 reports what it can, and one answer has all violations.
 """
 
@@ -21,18 +21,18 @@ from stratagem.common.schema.json import JSON
 # ---- Rules ----
 
 UNREAD: Final = object()
-"""Stands for a field that is wrong."""
+"""Placeholder for the value of an invalid field."""
 _MARK: Final = "is_rule_of_document"
 _Made = TypeVar("_Made")
 _Rule = TypeVar("_Rule", bound=Callable[[Any], Iterable[Violation]])
 
 
 class UnreadFieldError(Exception):
-    """A field that is wrong was asked for."""
+    """A rule has read an invalid field; the rule is then abandoned."""
 
 
 class Partial:
-    """A value of a document's class of which some fields are wrong; to ask for those raises."""
+    """A document value with some invalid fields; reading one of them raises UnreadFieldError."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -42,20 +42,20 @@ class Partial:
 
 
 def rule(method: _Rule) -> _Rule:
-    """Mark a method of a document's class as a rule: it yields what contradicts it."""
+    """Mark a method of a document class as a rule: a generator of violations."""
     setattr(method, _MARK, True)
     return method
 
 
 def contradictions(made: Any) -> Iterator[Violation]:
-    """Yield what the rules of a value's class find, of all that can be read of it."""
+    """Yield the violations of a value's rules, as far as its valid fields can tell."""
     return found_by((getattr(type(made), name) for name in _rules_of(made.__class__)), made)
 
 
 def found_by(
     rules: Iterable[Callable[[_Made], Iterable[Violation]]], made: _Made
 ) -> Iterator[Violation]:
-    """Yield what each of the rules finds before it asks for a field that is wrong."""
+    """Yield the violations of each rule, up to the point where it reads an invalid field."""
     for check in rules:
         try:
             yield from check(made)
@@ -64,14 +64,14 @@ def found_by(
 
 
 def further(found: Iterable[Violation], known: Iterable[Violation]) -> list[Violation]:
-    """Return what was found about other fields than those that are known to be wrong: of these it
-    may be a consequence."""
+    """Return the violations about fields without a known violation; others may only be
+    consequences."""
     fields = {each.field for each in known}
     return [each for each in found if each.field not in fields]
 
 
 def differing(made: object, default: object, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of the names whose fields are right and not as in another value."""
+    """Yield the names of the valid fields whose values differ from those of `default`."""
     for name in names:
         value = vars(made)[name]
         if value is not UNREAD and value != getattr(default, name):
@@ -89,10 +89,10 @@ def _rules_of(cls: Any) -> tuple[str, ...]:
 
 
 def partial(cls: Any, value: object, wrong: Mapping[str, Any]) -> Any:
-    """Return what can be read of a mapping that stands for a class of a document; None for what is
-    no mapping, or cannot be read even so.
+    """Return a Partial with the readable fields of a mapping; None if it is no mapping, or cannot
+    be read even so.
 
-    wrong: the fields that are wrong, each with what can be read of it, or UNREAD.
+    wrong: the invalid fields, each with its readable part or UNREAD.
     """
     if not isinstance(value, Mapping) or issubclass(cls, Partial):
         return None
@@ -107,7 +107,7 @@ def partial(cls: Any, value: object, wrong: Mapping[str, Any]) -> Any:
 
 @cache
 def partial_class(cls: Any) -> Any:
-    """Return the class of partial values: no field is needed, and unknown keys are ignored."""
+    """Return the Partial subclass of a document class: no field required, unknown keys ignored."""
     annotations: dict[str, Any] = {}
     namespace: dict[str, Any] = {"model_config": {"extra": "ignore"}}
     for name, info in cls.__pydantic_fields__.items():
@@ -131,14 +131,14 @@ def partial_class(cls: Any) -> Any:
 
 
 def for_example(name: str, info: FieldInfo, *, is_choice: bool = True) -> str:
-    """Return what may stand in a field, as the end of a sentence: its choices, and a line."""
+    """Return the end of an error message about a field: its choices, and an example line."""
     choices = ", ".join(map(str, _choices(info))) if is_choice else ""
     return f"; {choices and f'one of {choices}, '}for example {name}: {written(_of_field(info))}"
 
 
 def metadata_of(info: FieldInfo) -> Iterator[Any]:
-    """Yield what a field declares beside its type, that of the items of a list and of the types
-    of a union included."""
+    """Yield the declared metadata of a field, including that of list items and union members inside
+    its type."""
     yield info
     yield from info.metadata
     yield from _metadata_inside(info.annotation)
@@ -153,7 +153,7 @@ def _metadata_inside(annotation: Any) -> Iterator[Any]:
 
 
 def _choices(info: FieldInfo) -> Iterator[JSON]:
-    """Yield the names of the classes, or the words, that one field is chosen from."""
+    """Yield the words or class names that a field may be chosen from."""
     annotation = _plain(info.annotation)
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
@@ -170,7 +170,7 @@ def _of_field(info: FieldInfo) -> JSON:
 
 
 def _said_by(metadata: Sequence[Any]) -> JSON:
-    """Return the outermost example among what is declared beside a type; None without one."""
+    """Return the outermost example in the metadata of a type; None if there is none."""
     for part in reversed(metadata):
         if isinstance(part, FieldInfo) and part.examples:
             example: JSON = part.examples[0]
@@ -200,7 +200,7 @@ def _of_type(annotation: Any, info: FieldInfo) -> JSON:
 
 
 def example_of(cls: Any) -> dict[str, JSON]:
-    """Return the mapping of a class: its name, where it has one, and the fields that it needs."""
+    """Return an example document of a class: its tag, if it has one, and its required fields."""
     fields: Mapping[str, FieldInfo] = cls.__pydantic_fields__
     tags = {name: info.default for name, info in fields.items() if info.kw_only}
     return tags | {name: _of_field(info) for name, info in fields.items() if info.is_required()}
@@ -220,14 +220,14 @@ def _number(kind: type, info: FieldInfo) -> int | float:
 
 
 def _plain(annotation: Any) -> Any:
-    """Return a type without what is declared beside it, and without None."""
+    """Return a type without its Annotated metadata."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return annotation
 
 
 def written(value: JSON) -> str:
-    """Return a value as YAML writes it in one line."""
+    """Format a value as YAML in one line."""
     match value:
         case dict():
             return f"{{{', '.join(f'{key}: {written(item)}' for key, item in value.items())}}}"

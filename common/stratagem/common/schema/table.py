@@ -34,8 +34,8 @@ from stratagem.common.schema.rules import UnreadFieldError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rules:
-    """Rows that apply under the same conditions, "" for always. says: the sentence of all, with the
-    text of each row in place of {}."""
+    """A group of rows that apply only if the conditions `when` hold ("" = always). says: the
+    sentence that they share, with the text of each row in place of {}."""
 
     when: str
     says: str
@@ -44,21 +44,21 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Under:
-    """A table that applies under some conditions."""
+    """A nested table that applies only if the conditions `when` hold."""
 
     when: str
     table: "Table"
 
 
 Table: TypeAlias = Iterable[Rules | Under | Callable[[Any], Iterable[Violation]]]
-"""Rows with what they have in common, tables inside, and functions for what no row can say."""
+"""A list of row groups, nested tables, and functions for checks that no row can express."""
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Names of attributes, keys of mappings, and places in lists."""
+"""The path of a value: names of attributes, keys of mappings, and indices in lists."""
 
 
 class Condition(NamedTuple):
-    """A question about the value at a path: whether it is said, or how it compares with others."""
+    """A test of the value at a path: whether it is set, or how it compares with other values."""
 
     is_wanted: bool
     path: Path
@@ -67,7 +67,7 @@ class Condition(NamedTuple):
 
 
 class RuleRow(NamedTuple):
-    """A field that is refused, when, and why."""
+    """A parsed row: a field, the conditions under which it is refused, and the error message."""
 
     field: str
     conditions: tuple[Condition, ...]
@@ -91,7 +91,7 @@ _OF_ITEMS: Final = "[]"
 
 
 def refusal_of(case: str, says: str) -> RuleRow:
-    """Read a row of a table."""
+    """Parse a row of a table."""
     field, colon, when = case.removeprefix("at ").partition(": ")
     conditions = conditions_of(when if colon else case)
     if not colon:
@@ -101,7 +101,7 @@ def refusal_of(case: str, says: str) -> RuleRow:
 
 @lru_cache(maxsize=1024)
 def conditions_of(text: str) -> tuple[Condition, ...]:
-    """Read conditions that are joined by "when" and "and"."""
+    """Parse conditions that are joined by "when" and "and"."""
     return tuple(_condition(each) for each in re.split(" when | and ", text) if each)
 
 
@@ -115,7 +115,7 @@ def _condition(text: str) -> Condition:
 
 
 def steps_of(path: str) -> Path:
-    """Return the parts of a path; places in lists and other numbers are whole numbers."""
+    """Split a path into its parts; list indices and other numbers become ints."""
     return tuple(int(each) if each.isdecimal() else each for each in _STEPS.findall(path))
 
 
@@ -127,8 +127,8 @@ def _choices(text: str) -> tuple[str, ...]:
 def _read(
     rules: Rules,
 ) -> tuple[tuple[Condition, ...], tuple[RuleRow, ...], tuple[tuple[str, str], ...]]:
-    """Return the common conditions, the rows, and those that are asked of each item of a list as
-    they are written."""
+    """Parse a group of rows: return its common conditions, its parsed rows, and its rows with `[]`,
+    which stay unparsed until they are applied to each list item."""
     rows = [(case, rules.says.replace("{}", text)) for case, text in rules.rows.items()]
     plain = tuple(refusal_of(*each) for each in rows if _OF_ITEMS not in each[0])
     return conditions_of(rules.when), plain, tuple(each for each in rows if _OF_ITEMS in each[0])
@@ -138,8 +138,8 @@ def _read(
 
 
 def found_in(table: Table, made: Any) -> Iterator[Violation]:
-    """Yield what a table refuses of a value of a document. A row, or a function, that asks for a
-    field that is wrong ends there."""
+    """Yield the violations of a table in a document value. A row or function that reads an invalid
+    field stops there."""
     for part in table:
         try:
             if isinstance(part, Under):
@@ -168,7 +168,7 @@ def _refused(rows: Iterable[RuleRow], made: Any) -> Iterator[Violation]:
 
 
 def _of_items(case: str, says: str, made: Any) -> Iterator[RuleRow]:
-    """Yield the row of each item of the list that a case names first."""
+    """Yield a row for each item of the list whose path has `[]` in the case."""
     path = next(word for word in case.split() if _OF_ITEMS in word).partition(_OF_ITEMS)[0]
     try:
         num_items = len(value_at(made, steps_of(path)) or ())
@@ -201,7 +201,7 @@ def _compares(value: Any, compare: str, others: Path, made: Any) -> bool:
 
 
 def _is_said(around: Any, path: Path, value: Any) -> bool:
-    """Return whether what is there is not as it is by default."""
+    """Return whether a value is set, that is, differs from its default."""
     if value is False or value == ():
         return False
     kind: Any = type(around)
@@ -209,12 +209,12 @@ def _is_said(around: Any, path: Path, value: Any) -> bool:
 
 
 def value_at(made: Any, path: Path) -> Any:
-    """Return what is at a path of a value; None where a part of the path is not there."""
+    """Return the value at a path; None if a part of the path is missing."""
     return _at(made, path)[1]
 
 
 def _at(made: Any, path: Path) -> tuple[Any, Any]:
-    """Return what holds the last part of a path, and what is there."""
+    """Return the value at a path and, first, the object that contains it."""
     around = None
     for step in path:
         around = made
@@ -236,7 +236,7 @@ def _default(cls: Any, name: str | int) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value as sentences and conditions name it: a choice by its class."""
+    """Return a value as messages and conditions name it: a choice by the name of its class."""
     is_choice = not isinstance(value, str) and hasattr(value, "__pydantic_fields__")
     return type(value).__name__ if is_choice else str(value)
 

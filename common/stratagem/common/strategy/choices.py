@@ -185,7 +185,7 @@ class ByCapability(DocumentValue, tag="method"):
 
 
 def num_drawn(fraction: float, num_clients: int) -> int:
-    """Return how many clients Random draws of so many, for a round."""
+    """Return the number of clients that Random selects for a round out of `num_clients`."""
     return max(1, math.floor(fraction * num_clients + 1e-9))
 
 

@@ -74,7 +74,7 @@ class Strikes(DocumentValue, is_extras=True):
 # The section `options.ditto` trains a model of each client's own beside the global one.
 
 KEY: Final = "lambda"
-"""The key in documents; in Python it is a keyword."""
+"""The name of this field in documents, which is a keyword in Python."""
 
 
 class Ditto(DocumentValue, is_extras=True):
@@ -110,7 +110,7 @@ class Ditto(DocumentValue, is_extras=True):
 # how many updates each rule needs.
 
 MAX_ROBUST_UPDATES: Final = 1024
-"""Every update is compared with every other one, or all are sorted element by element."""
+"""The largest number of updates for a robust rule: all pairs are compared, or elements sorted."""
 
 _FEWEST_FOR_A_MIDDLE: Final = 3
 _ByzantineCount: TypeAlias = Annotated[int, Field(ge=0, le=MAX_ROBUST_UPDATES)]
@@ -127,8 +127,7 @@ class TrimmedMean(DocumentValue, tag="name", name="trimmed_mean", is_extras=True
     trim: Annotated[float, Field(gt=0, lt=0.5)]
 
     def num_trimmed(self, num_updates: int) -> int:
-        """Return how many values are left out at each end: the share of the updates, rounded
-        down."""
+        """Return how many values are left out at each end: the share of updates, rounded down."""
         return int(Decimal(repr(self.trim)) * num_updates)
 
 
@@ -174,7 +173,7 @@ RobustRule: TypeAlias = (
 
 
 def too_few(rule: RobustRule | None, num_clients: int, quorum: float | None) -> Iterator[Violation]:
-    """Yield what is wrong with a rule for rounds of so many clients, closed with the quorum."""
+    """Yield an error if rounds of this many clients, or the quorum, do not suit a robust rule."""
     fewest = fewest_updates(rule)
     if rule is None or fewest == 1:
         return
@@ -189,12 +188,12 @@ def too_few(rule: RobustRule | None, num_clients: int, quorum: float | None) -> 
 
 
 def is_judged(rule: RobustRule | None) -> bool:
-    """Return True for a rule that compares whole updates before it combines them."""
+    """Return whether the rule compares whole updates before it combines them."""
     return rule is not None and not isinstance(rule, Median | TrimmedMean)
 
 
 def fewest_updates(rule: RobustRule | None) -> int:
-    """Return the number of updates without which the rule keeps none of its promises."""
+    """Return the smallest number of updates with which the rule keeps its guarantees."""
     match rule:
         case None | NormBound():
             return 1
@@ -223,7 +222,7 @@ REFUSE: Final = "refuse"
 
 
 def _check_quorum(value: object) -> int | float | None:
-    """Return a quorum: a whole number is a count of clients, another one a share of them."""
+    """Return a valid quorum: an int is a count of clients, a float a share of them."""
     if value is None or (type(value) is int and 1 <= value <= MAX_UNSIGNED):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

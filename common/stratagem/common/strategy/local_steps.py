@@ -36,13 +36,13 @@ OuterField: TypeAlias = Annotated[OuterOptimizer, Field(discriminator="name")]
 DEFAULT_OUTER: Final = Nesterov()
 """The outer optimizer of a job that names none."""
 DEFAULT_MIX: Final = 0.5
-"""The default where there is an overlap."""
+"""The share of its own parameters that a replica keeps by default if there is an overlap."""
 DEFAULT_UPLOAD_EVERY: Final = 10
-"""Commits from one that has all that only one worker has to the next."""
+"""Commits per upload of the state that only one worker holds."""
 
 
 class OuterSchedule(Protocol):
-    """The options that say when replicas are joined."""
+    """The options that determine when replicas are joined."""
 
     @property
     def local_steps(self) -> int | None: ...
@@ -53,15 +53,15 @@ class OuterSchedule(Protocol):
 
 
 class Due(NamedTuple):
-    """A task for a fragment: its cut, or the application of what was cut."""
+    """An action that is due for a fragment: cut it, or apply what was cut earlier."""
 
     fragment: int
     is_cut: bool
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[range]:
-    """Return the places of the parameters of each fragment: neighbours, about equal in size, none
-    without a parameter."""
+    """Return the indices of the parameters of each fragment: contiguous, of similar size, none
+    empty."""
     total, start, firsts = max(1, sum(sizes)), 0, [0]
     for place, size in enumerate(sizes):
         by_size = (2 * start + size) * count // (2 * total)
@@ -73,11 +73,11 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[range]:
 
 
 def due_after(step: int, schedule: OuterSchedule, num_steps: int) -> list[Due]:
-    """Return what is due after so many steps, in order.
+    """Return the actions that are due after a step, in order.
 
     Fragment f of P is cut at (f + 1) * H / P in each round of H steps and applied `overlap_steps`
-    later. After the last step of the run what is under way is applied, and then all fragments are
-    cut and applied at once.
+    later. After the last step of the run all pending fragments are applied, and then all are cut
+    and applied at once.
     """
     assert schedule.local_steps is not None
     period, overlap = schedule.local_steps // schedule.fragments, schedule.overlap_steps
@@ -98,6 +98,6 @@ def due_after(step: int, schedule: OuterSchedule, num_steps: int) -> list[Due]:
 
 
 def _fragment_at(step: int, schedule: OuterSchedule) -> int:
-    """Return the fragment that is cut after this step, which ends a part of a round."""
+    """Return the index of the fragment that is cut after this step."""
     assert schedule.local_steps is not None
     return (step * schedule.fragments // schedule.local_steps - 1) % schedule.fragments

@@ -18,7 +18,7 @@ _MAX_NAMED: Final = 8
 
 
 def _read_regions(value: object) -> Mapping[str, Any] | None:
-    """Read the members by region: all client numbers, or all names of sites."""
+    """Validate the members of each region: all client numbers, or all names of sites."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not value:
@@ -44,17 +44,17 @@ Regions: TypeAlias = Annotated[Mapping[str, Any] | None, PlainValidator(_read_re
 
 
 def are_named(regions: Mapping[str, Any]) -> bool:
-    """Return whether members are names of sites, and not numbers of clients."""
+    """Return whether the members are names of sites rather than numbers of clients."""
     return any(isinstance(member, str) for members in regions.values() for member in members)
 
 
 def members_of(regions: Mapping[str, Any]) -> list[Any]:
-    """Return all members, region by region in order of name."""
+    """Return the members of all regions in one list, sorted by the name of their region."""
     return [member for region in sorted(regions) for member in regions[region]]
 
 
 def check_members(regions: Mapping[str, Any], num_clients: int) -> Iterator[Violation]:
-    """Yield the clients that are in none of the regions, or in two, and numbers of none."""
+    """Yield an error if a client is in no region or in two, or a number is that of no client."""
     members = members_of(regions)
     if twice := [member for member, number in Counter(members).items() if number > 1]:
         yield Violation(_FIELD, f"{_said(twice)} in more than one place; each client is in one")

@@ -21,7 +21,7 @@ from stratagem.common.strategy.secure import against_secure_aggregation, wrong_n
 
 
 def check_fragments(strategy: Any) -> Iterator[Violation]:
-    """Yield why the parameters cannot be joined in fragments."""
+    """Yield an error if fragments do not fit local_steps, the overlap, or ParameterServer."""
     options = strategy.options
     if options.local_steps is None:
         return
@@ -80,7 +80,7 @@ MODEL_PARALLEL: Final[Table] = (
 
 
 def check_open_quorum(options: Any) -> Iterator[Violation]:
-    """Yield an open roster that may have too few clients for a robust rule."""
+    """Yield an error if an open roster may have too few clients for the robust rule."""
     roster, fewest = options.open_roster, fewest_updates(options.robust)
     if roster is not None and fewest > roster.min_clients:
         text = f"{roster.min_clients} is less than the {fewest} updates that robust needs"
@@ -115,7 +115,7 @@ FEDERATED_OPTIONS: Final[Table] = (
 
 
 def check_numbers(strategy: Any) -> Iterator[Violation]:
-    """Yield rounds of too few clients for a robust rule, or for secure aggregation."""
+    """Yield an error if rounds have too few clients for the robust rule or secure aggregation."""
     options, num_selected = strategy.options, strategy.num_selected
     yield from too_few(options.robust, num_selected, options.quorum)
     if options.secure_aggregation is not None:
@@ -124,7 +124,7 @@ def check_numbers(strategy: Any) -> Iterator[Violation]:
 
 
 def check_regions(strategy: Any) -> Iterator[Violation]:
-    """Yield clients that are in no region, or in two."""
+    """Yield an error if a client is in no region, or in two."""
     regions, num_clients = strategy.options.regions, strategy.num_clients
     if regions is None or getattr(strategy.options.inner, "type", "") == "Federated":
         return
@@ -139,11 +139,11 @@ _OF_A_REGION: Final = (
     *("local_epochs", "quorum", "round_deadline_s"),
     *("over_select", "on_client_error", "on_missing_quorum"),
 )
-"""Options of the inner federation; the others need single updates, or all of them together."""
+"""Options that an inner federation may set; others need single updates, or all of them together."""
 
 
 def check_federations_inside(strategy: Any) -> Iterator[Violation]:
-    """Yield what is wrong with the numbers and the options of regions that are federations."""
+    """Yield an error if regions that are federations have wrong client numbers or options."""
     outer, inner = strategy.options, strategy.options.inner
     if getattr(inner, "type", "") != "Federated":
         return

@@ -18,7 +18,7 @@ from stratagem.common.schema.rules import differing, rule
 
 MAX_SECURE_CLIENTS: Final = 10_000
 MAX_DEGREE: Final = 1024
-"""Each neighbour costs a client a key agreement, a mask and two shares."""
+"""The largest number of neighbours: each costs a client a key agreement, a mask and two shares."""
 MAX_ROWS: Final = 1 << 31
 _BESIDE: Final = frozenset(
     {
@@ -33,7 +33,7 @@ _BESIDE: Final = frozenset(
         "secure_aggregation",
     }
 )
-"""Options of a federation that only see the mean of a round, or none of its updates."""
+"""Options allowed with secure aggregation: they see only the mean of a round, or no updates."""
 _WHY: Final = {
     "on_missing_quorum": "who has failed has no keys of the round, and cannot come back into it",
     "robust": "it compares single updates, and nobody sees one",
@@ -80,20 +80,20 @@ class SecureAggregation(DocumentValue, is_extras=True):
 
     @property
     def max_weight(self) -> int:
-        """Return the most that a client counts."""
+        """Return the largest weight of a client in the sum."""
         return self.max_rows or 1
 
     def weight(self, num_rows: int) -> int:
-        """Return what a client of so many rows counts."""
+        """Return the weight in the sum of a client with this many rows."""
         return 1 if self.max_rows is None else min(num_rows, self.max_rows)
 
     def quantisation(self, num_clients: int) -> Quantisation:
-        """Return the rule of a round of so many clients."""
+        """Return the quantisation rule of a round with this many clients."""
         return Quantisation(self.clip, self.bits, num_clients, self.max_weight)
 
 
 def against_secure_aggregation(options: Any) -> Iterator[Violation]:
-    """Yield the options of a federation that do not go together with its secure aggregation."""
+    """Yield an error for each option that cannot be combined with secure aggregation."""
     others = [option.name for option in fields(options) if option.name not in _BESIDE]
     for name in differing(options, type(options)(), others):
         why = _WHY.get(name, "it is not defined for updates that nobody sees")
@@ -107,8 +107,8 @@ def against_secure_aggregation(options: Any) -> Iterator[Violation]:
 def wrong_numbers(
     spec: SecureAggregation, num_clients: int, num_selected: int
 ) -> Iterator[Violation]:
-    """Yield why secure aggregation hides nobody, or is too much, with so many clients, and so many
-    of them in a round."""
+    """Yield an error if a round has too few clients for secure aggregation to hide anyone, or the
+    federation has too many for its arithmetic."""
     where = "options.secure_aggregation"
     if num_selected < MIN_CLIENTS:
         text = f"a round has {num_selected} clients, and fewer than {MIN_CLIENTS} hide nobody"

@@ -85,7 +85,7 @@ DIRECT_ALL_REDUCE: Final = "direct"
 WHOLE_STATE: Final = "none"
 FULL_SLICES: Final = "full"
 FEWEST_MIRRORED: Final = 3
-"""Workers of which each holds less with its neighbour's slice than with all of them."""
+"""The smallest number of workers for which two slices are less than the whole."""
 
 
 class Local(DocumentValue, tag="type"):
@@ -129,19 +129,19 @@ class DataParallelOptions(DocumentValue, is_extras=True):
 
     @property
     def mixed_share(self) -> float:
-        """Return the share of its own parameters that a replica keeps where it is joined."""
+        """Return the share of its own parameters that a replica keeps at a join."""
         if self.mix is not None:
             return self.mix
         return DEFAULT_MIX if self.overlap_steps else 0.0
 
     @property
     def are_replicas_alike(self) -> bool:
-        """Return whether all replicas are the same wherever a segment may end."""
+        """Return whether all replicas hold the same state wherever a segment may end."""
         return self.fragments == 1 and not self.overlap_steps and not self.mixed_share
 
     @property
     def outer_optimizer(self) -> OuterOptimizer:
-        """Return the optimizer that joins the replicas, named or not."""
+        """Return the optimizer that joins the replicas, or its default if the job names none."""
         return DEFAULT_OUTER if self.outer is None else self.outer
 
 
@@ -244,17 +244,17 @@ class FederatedOptions(DocumentValue, is_extras=True):
 
     @property
     def has_client_state(self) -> bool:
-        """Return whether clients keep something of their own from one round to the next."""
+        """Return whether clients keep a state of their own between rounds."""
         return self.has_own_models or self.control is not None
 
     @property
     def has_own_models(self) -> bool:
-        """Return whether a client keeps the model that it evaluates, or a part of it."""
+        """Return whether a client keeps a model, or a part of one, that it is evaluated with."""
         return self.personal is not None or self.ditto is not None
 
     @property
     def open_roster(self) -> Roster | None:
-        """Return the roster if clients join and leave while the run goes on."""
+        """Return the roster if clients may join and leave during the run, else None."""
         return self.roster if self.roster is not None and self.roster.open else None
 
 
@@ -273,7 +273,7 @@ class Federated(DocumentValue, tag="type"):
 
     @property
     def num_selected(self) -> int:
-        """Return the clients of a round; at most, where their tags decide."""
+        """Return the number of clients selected per round; an upper bound if their tags decide."""
         if isinstance(self.client_selection, Random):
             return num_drawn(self.client_selection.fraction, self.num_clients)
         return self.num_clients
@@ -333,12 +333,12 @@ def describe(strategy: Strategy) -> str:
 
 
 def is_distributed(strategy: Strategy) -> bool:
-    """Return whether more than one worker may take part."""
+    """Return whether the strategy may use more than one worker."""
     return not isinstance(strategy, Local)
 
 
 def levels(strategy: Strategy, path: str = "strategy") -> Iterator[tuple[str, Strategy]]:
-    """Yield a strategy and those inside of it, from the outermost one, each with its path."""
+    """Yield (path, strategy) for the strategy and each one nested in it, outermost first."""
     yield path, strategy
     inner: Strategy | None = getattr(strategy.options, "inner", None)
     if inner is not None:
@@ -346,56 +346,56 @@ def levels(strategy: Strategy, path: str = "strategy") -> Iterator[tuple[str, St
 
 
 def all_reduce_of(strategy: Strategy) -> str:
-    """Return how gradients are added, in the strategy or the ones inside it."""
+    """Return the all-reduce method that the strategy, or one nested in it, uses for gradients."""
     ways = (getattr(each.options, "all_reduce", DIRECT_ALL_REDUCE) for _, each in levels(strategy))
     return next((way for way in ways if way != DIRECT_ALL_REDUCE), DIRECT_ALL_REDUCE)
 
 
 def num_shards_of(strategy: Strategy) -> int:
-    """Return the logical shards that each batch of the innermost strategy is cut into."""
+    """Return the number of logical shards that the innermost strategy cuts each batch into."""
     replicas = (each for _, each in levels(strategy) if isinstance(each, DataParallel))
     return next((each.num_replicas for each in replicas), 1)
 
 
 def local_steps_of(strategy: Strategy) -> int | None:
-    """Return how many steps each replica takes for itself before they are joined; None where the
-    strategy has no such steps."""
+    """Return the number of steps that a replica takes alone before replicas are joined; None if
+    they are joined in every step."""
     return strategy.options.local_steps if isinstance(strategy, DataParallel) else None
 
 
 def partitions_state(strategy: Strategy) -> bool:
-    """Return whether each worker keeps a slice of the optimizer's state instead of all of it."""
+    """Return whether each worker keeps only a slice of the optimizer's state."""
     return isinstance(strategy, DataParallel) and strategy.options.partition_state != WHOLE_STATE
 
 
 def partitions_parameters(strategy: Strategy) -> bool:
-    """Return whether each worker keeps a slice of the parameters, too, instead of all of them."""
+    """Return whether each worker keeps only a slice of the parameters, too."""
     return isinstance(strategy, DataParallel) and strategy.options.partition_state == FULL_SLICES
 
 
 def fewest_mirrored(strategy: Strategy) -> int | None:
-    """Return from how many workers on each keeps the slice of its neighbour, too, so that a slice
-    is there twice; None: never."""
+    """Return the smallest number of workers for which each also keeps its neighbour's slice, so
+    that every slice exists twice; None: never."""
     if not isinstance(strategy, DataParallel) or not partitions_state(strategy):
         return None
     return {None: FEWEST_MIRRORED, 0: None, 1: 2}[strategy.options.mirror]
 
 
 def upload_every_of(strategy: Strategy) -> int:
-    """Return every how many commits what only one worker has is uploaded, too; 1: with each."""
+    """Return the commits per upload of the state that only one worker holds; 1: every commit."""
     if not isinstance(strategy, DataParallel) or strategy.options.local_steps is None:
         return 1
     return strategy.options.upload_every or DEFAULT_UPLOAD_EVERY
 
 
 def num_fragments_of(strategy: Strategy) -> int:
-    """Return in how many parts replicas are joined; one where nothing else is said."""
+    """Return the number of fragments in which replicas are joined; 1 unless configured."""
     return strategy.options.fragments if isinstance(strategy, DataParallel) else 1
 
 
 def are_models_apart(strategy: Strategy) -> bool:
-    """Return whether what a worker trains differs from what the others of its party train between
-    two steps: nodes that gossip, and replicas that take local steps."""
+    """Return whether the workers of a party hold different models between two steps: nodes that
+    gossip, and replicas that take local steps."""
     is_gossip = isinstance(strategy, DataParallel) and isinstance(
         strategy.aggregation, Decentralized
     )
@@ -403,8 +403,7 @@ def are_models_apart(strategy: Strategy) -> bool:
 
 
 def needs_peers(strategy: Strategy) -> bool:
-    """Return whether workers exchange tensors with each other, at any level, and not with the
-    coordinator or an object store alone."""
+    """Return whether workers exchange tensors with each other, at any level of the strategy."""
     for _, each in levels(strategy):
         match each:
             case ModelParallel() if not isinstance(each.communication, DataStore):
@@ -416,7 +415,7 @@ def needs_peers(strategy: Strategy) -> bool:
 
 
 def is_cut(strategy: Strategy) -> bool:
-    """Return whether the strategy has, at any level, stages computed by different workers."""
+    """Return whether the strategy, at any level, splits the model into stages on workers."""
     return any(isinstance(each, ModelParallel) for _, each in levels(strategy))
 
 
@@ -428,18 +427,15 @@ def is_cut(strategy: Strategy) -> bool:
 
 
 def region_names(outer: Federated) -> tuple[str, ...]:
-    """Return the names of the regions, in their order; those of regions that the job does not name
-    are numbers."""
+    """Return the names of the regions, in order; numbers if the job names none."""
     regions = outer.options.regions
     return tuple(sorted(regions)) if regions else tuple(map(str, range(outer.num_clients)))
 
 
 def clients_by_region(outer: Federated, inner: Federated) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the clients of each region, ascending, of all clients from 0 on.
-
-    Named sites are numbered in order of name. Unless the job says who is where, each region has as
-    many clients as the next.
-    """
+    """Return the ascending client numbers of each region, numbered from 0 over all regions. Named
+    sites are numbered in order of name. Unless the job assigns clients, all regions have equally
+    many."""
     regions, size = outer.options.regions, inner.num_clients
     if regions is None:
         return tuple(tuple(range(at * size, (at + 1) * size)) for at in range(outer.num_clients))
@@ -456,19 +452,19 @@ def clients_by_region(outer: Federated, inner: Federated) -> tuple[tuple[int, ..
 
 
 class _Document(Section):
-    """A document that holds a strategy, so that errors name it."""
+    """A one-field document around a strategy, so that error paths begin with its field name."""
 
     strategy: StrategyField
 
 
 def parse_strategy(source: object) -> Strategy:
-    """Return a strategy from its JSON text or from the parsed object."""
+    """Parse a strategy from JSON text or an already parsed object."""
     value = load_json(source, "strategy") if isinstance(source, str) else source
     return _Document.parse({"strategy": value}).strategy
 
 
 def dump_strategy(strategy: Strategy) -> dict[str, JSON]:
-    """Return the JSON object: the tag, then the fields in order; without extras the shared form."""
+    """Return the strategy as JSON: the tag, then the fields; without extras, the shared form."""
     written = _Document(strategy=strategy).document()["strategy"]
     assert isinstance(written, dict)
     return written
@@ -483,10 +479,8 @@ def dumps_strategy(strategy: Strategy) -> str:
 
 
 def workers_used(strategy: Strategy) -> int:
-    """Return the most workers that a strategy can use at once.
-
-    It may well begin with fewer. A Custom strategy says nothing of it beforehand, and counts as 1.
-    """
+    """Return the largest number of workers that a strategy can use at once; it may begin with
+    fewer. A Custom strategy counts as 1, as its number is not known beforehand."""
     match strategy:
         case Local() | Custom():
             return 1

@@ -17,13 +17,13 @@ from stratagem.common.base import ids
 from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
 
 MAX_DRAWS: Final = 100
-"""The draws of a random graph until one is connected."""
+"""The largest number of attempts to draw a random graph that is connected."""
 
 MAX_LINKS: Final = 2**18
-"""A dense graph of many nodes would cost its reader minutes and gigabytes."""
+"""The largest number of edges: a dense graph would cost its reader minutes and gigabytes."""
 
 Graph = tuple[tuple[int, ...], ...]
-"""The neighbours of each node, ascending, without itself."""
+"""An adjacency list: for each node its neighbours, ascending, without the node itself."""
 
 
 def graph_of(topology: str, num_nodes: int, seed: int) -> Graph:
@@ -60,10 +60,8 @@ def graph_of(topology: str, num_nodes: int, seed: int) -> Graph:
 
 
 def metropolis_hastings(graph: Graph) -> tuple[dict[int, float], ...]:
-    """Return for each node the weights of itself and its neighbours, by node in ascending order.
-
-    w_ij = 1 / (1 + max(d_i, d_j)) for neighbours, and what is left for the node itself.
-    """
+    """Return for each node its mixing weights, keyed by node number: its own and its neighbours'.
+    w_ij = 1 / (1 + max(d_i, d_j)) for neighbours, and what is left for the node itself."""
     weights = []
     for node, neighbours in enumerate(graph):
         shares = {
@@ -135,7 +133,7 @@ def _random(argument: str, num_nodes: int, seed: int) -> Graph:
 
 
 def _drawn_edges(degree: int, num_nodes: int, seed: int, draw: int) -> list[tuple[int, int]]:
-    """Draw `degree` neighbours for each node by hashes, which no version of a library changes."""
+    """Draw `degree` random neighbours per node by hashes, independent of library versions."""
     edges = []
     for i in range(num_nodes):
         others: set[int] = set()

@@ -34,18 +34,18 @@ MAX_HEADER_BYTES: Final = 32 * 2**20
 _PREFIX_BYTES: Final = 8
 
 FileSource = Callable[[int], Iterator[bytes]]
-"""A source (see `chunks`) whose pieces are contiguous."""
+"""A source of stream data (see `chunks`) whose pieces are contiguous in memory."""
 
 
 class Seekable(Protocol):
-    """The methods of an open file that are used here."""
+    """The part of an open binary file that this module uses."""
 
     def read(self, size: int, /) -> bytes: ...
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int: ...
 
 
 def header_bytes(manifest: Manifest) -> bytes:
-    """Return the part of the file before the data: the 8-byte length and the header."""
+    """Return the start of the file, before the data: the 8-byte length and the header."""
     metadata = dict(manifest.metadata)
     entries: dict[str, Any] = {}
     for tensor in manifest.tensors:
@@ -72,13 +72,13 @@ def blob_digest(manifest: Manifest, pieces: Iterable[bytes | memoryview]) -> Dig
 
 
 def file_digest(path: Path) -> Digest:
-    """Return the digest of a blob in a file."""
+    """Return the digest of the blob that a file holds."""
     with path.open("rb") as file:
         return Digest(hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def from_file(path: Path, data_start: int, total_bytes: int) -> FileSource:
-    """Return a source of the data of a file. Raises IntegrityError when it is too short."""
+    """Return a source of the data in a file. Raises IntegrityError if the file is too short."""
 
     def pieces(offset: int) -> Iterator[bytes]:
         with path.open("rb", buffering=0) as file:
@@ -98,18 +98,18 @@ def _pieces(descriptor: int, name: str, start: int, num_bytes: int) -> Iterator[
 
 
 def read_header(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
-    """Return the checked manifest of a file (its purpose is STATE), and where its data start.
+    """Return the checked manifest of a file (its purpose is STATE), and the offset of its data.
 
-    Raises InvalidInputError for what is no safetensors file, LimitError, and IntegrityError when
-    the file's length is not the one that its header implies.
+    Raises InvalidInputError if it is no safetensors file, LimitError, and IntegrityError if the
+    file's length is not the one that its header implies.
     """
     with path.open("rb") as file:
         return header_of(file, path.name, limits)
 
 
 def header_of(file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
-    """Return the checked manifest of an open file, and where its data start, as `read_header` does;
-    `name` is for errors."""
+    """Return the checked manifest of an open file and the offset of its data, as `read_header`
+    does; `name` is for errors."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     manifest, data_start = parse_header(file, name, limits)
@@ -121,14 +121,14 @@ def header_of(file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS) -> tup
 
 
 def header_size(start: bytes) -> int:
-    """Return the number of bytes before the data of a file that starts with these bytes."""
+    """Return the offset of the data in a file that begins with these bytes."""
     return _PREFIX_BYTES + int.from_bytes(start[:_PREFIX_BYTES], "little")
 
 
 def parse_header(
     file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Manifest, int]:
-    """Read the manifest as `header_of` does, from the beginning of a possibly incomplete file."""
+    """Read the manifest as `header_of` does, from the start of a possibly incomplete file."""
     length = int.from_bytes(file.read(_PREFIX_BYTES), "little")
     if length > MAX_HEADER_BYTES:
         raise LimitError(f"{name}: header of {length} bytes, the limit is {MAX_HEADER_BYTES}")

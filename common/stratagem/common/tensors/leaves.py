@@ -44,7 +44,7 @@ _DIGEST_BYTES: Final = 32
 
 
 class Leaf(NamedTuple):
-    """The ranges of a state's data, as (offset, size), in one leaf, in order."""
+    """One leaf, a piece of a state of up to 64 MiB: the ranges (offset, size) of the data in it."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -54,7 +54,7 @@ class Leaf(NamedTuple):
 
 
 class LeafPlace(NamedTuple):
-    """A range of a state's data, with its leaf and the offset there."""
+    """A contiguous range of a state's data, the leaf that holds it, and its offset there."""
 
     offset: int
     size: int
@@ -65,7 +65,7 @@ class LeafPlace(NamedTuple):
 def leaves_of(
     manifest: Manifest, leaf_bytes: int = LEAF_BYTES, small_bytes: int = SMALL_BYTES
 ) -> tuple[Leaf, ...]:
-    """Return the leaves of a state: those of large tensors, then those that small ones share."""
+    """Cut a state into leaves: those of large tensors, then those that small ones share."""
     assert small_bytes <= leaf_bytes
     large: list[Leaf] = []
     small: list[list[tuple[int, int]]] = []
@@ -85,7 +85,7 @@ def leaves_of(
 
 
 def places_of(leaves: Sequence[Leaf]) -> list[LeafPlace]:
-    """Return the places of a state's data, in order."""
+    """Return where each range of a state's data lies in the leaves, sorted by offset."""
     places = []
     for number, leaf in enumerate(leaves):
         start = 0
@@ -98,7 +98,7 @@ def places_of(leaves: Sequence[Leaf]) -> list[LeafPlace]:
 def pieces_of(
     leaf: Leaf, manifest: Manifest, buffers: Sequence[memoryview]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a leaf, as views of the buffers of the stored tensors."""
+    """Yield the bytes of one leaf as views of the tensors' buffers."""
     placed = list(zip(manifest.stored(), buffers, strict=True))
     at = 0
     for offset, size in leaf.ranges:
@@ -109,16 +109,16 @@ def pieces_of(
 
 
 class LeafStream:
-    """The assignment of a state's data, which come in order, to its leaves."""
+    """A splitter that assigns a state's data, given in order, to its leaves."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._places = places_of(leaves)
         self._sizes = [leaf.size for leaf in leaves]
         self._next, self._done = 0, 0
-        """The place that is being filled, and the number of its bytes so far."""
+        """The index of the place being filled, and the number of its bytes so far."""
 
     def deal(self, data: Any) -> Iterator[tuple[int, memoryview, bool]]:
-        """Yield (number of the leaf, its next bytes, whether it is complete with them)."""
+        """Yield (leaf number, its next bytes, whether they complete it) for the next data."""
         view = memoryview(data).cast("B")
         while view:
             if self._next == len(self._places):
@@ -138,12 +138,12 @@ class LeafStream:
 
 
 def list_bytes(manifest: Manifest, digests: Sequence[Digest]) -> bytes:
-    """Return the list of a state's leaves, whose SHA-256 is the digest of the state."""
+    """Encode the list of a state's leaves; its SHA-256 is the digest of the state."""
     return MAGIC + header_bytes(manifest) + b"".join(map(bytes.fromhex, digests))
 
 
 class LeafList(NamedTuple):
-    """A state as its list describes it. header: that of its safetensors file."""
+    """A decoded list of leaves. header: the header of the state's safetensors file."""
 
     manifest: Manifest
     header: bytes
@@ -151,7 +151,7 @@ class LeafList(NamedTuple):
 
 
 def read_list(content: bytes, name: str, limits: Limits = DEFAULT_LIMITS) -> LeafList:
-    """Parse a list. Raises InvalidInputError for other bytes. name: for errors."""
+    """Decode a list of leaves. Raises InvalidInputError for other bytes. name: for errors."""
     file = BytesIO(content)
     if file.read(len(MAGIC)) != MAGIC:
         raise InvalidInputError.at(name, "is no list of leaves")
@@ -167,8 +167,8 @@ def read_list(content: bytes, name: str, limits: Limits = DEFAULT_LIMITS) -> Lea
 
 
 class StateHasher:
-    """The digest of a state whose data come in order: that of its file, or that of its leaves, as
-    the manifest says."""
+    """A hasher of a state's data, given in order: of the file's bytes, or of the leaves, as the
+    manifest says."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -209,10 +209,10 @@ _NAME: Final = "pieces"
 
 
 class ByteReader:
-    """A reader of ranges of bytes that lie in several consecutive buffers."""
+    """A reader of byte ranges in data that several consecutive buffers hold."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """Take the buffers of the stored tensors, in the order of their manifest."""
+        """Take the buffers of the stored tensors, in manifest order."""
         self._buffers = [buffer for buffer in buffers if len(buffer)]
         self._starts = [0, *accumulate(map(len, self._buffers))]
 
@@ -229,12 +229,12 @@ class ByteReader:
             offset, size, at = offset + len(view), size - len(view), at + 1
 
     def all_views(self, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
-        """Return the bytes of ranges (offset, size) as views, in their order."""
+        """Return the bytes of several ranges (offset, size), in order, as views."""
         return [view for offset, size in ranges for view in self.views(offset, size)]
 
 
 def pieces_manifest(num_bytes: int) -> Manifest:
-    """Return the manifest of a stream that carries this many bytes of ranges."""
+    """Return the manifest of a stream that carries num_bytes of ranges of a state."""
     return build_manifest([(_NAME, "uint8", (num_bytes,))], Purpose.STATE)
 
 
@@ -256,11 +256,11 @@ def pieces_manifest(num_bytes: int) -> Manifest:
 LIST_SUFFIX: Final = ".leaves"
 _DIGEST_CHARS: Final = 64
 _WRITEBACK_BYTES: Final = 4 * 2**20
-"""Bytes after which writing to the disk begins; measured, it saves a fifth of a leaf's time."""
+"""The bytes after which writeback to disk is started early; saves a fifth of a leaf's time."""
 
 
 class StateFolder:
-    """The folder as one process sees it; any thread may use it."""
+    """A shared folder of stored states, in leaves; thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -269,14 +269,14 @@ class StateFolder:
         self.temporary = self.leaves / "tmp"
 
     def store_id(self) -> str:
-        """Return the name of the folder; "" where it has none, or cannot be read."""
+        """Return the unique name of the folder; "" if it has none, or cannot be read."""
         try:
             return (self.root / "store-id").read_text().strip()
         except OSError:
             return ""
 
     def problem(self) -> str:
-        """Return the reason why the folder cannot be read; "" where it can."""
+        """Return why the folder cannot be read; "" if it can."""
         try:
             os.scandir(self.root).close()
         except FileNotFoundError:
@@ -286,11 +286,11 @@ class StateFolder:
         return ""
 
     def leaf_path(self, digest: Digest, upload: str) -> Path:
-        """Return the path of a leaf as one upload writes it."""
+        """Return the path to which one upload writes a leaf."""
         return self.leaves / digest[:2] / f"{digest}-{upload}"
 
     def copies(self, digest: Digest) -> list[Path]:
-        """Return the files that have a leaf, the newest first."""
+        """Return the paths of all copies of a leaf, newest first."""
         folder = self.leaves / digest[:2]
         return sorted(folder.glob(f"{digest}-*"), reverse=True)
 
@@ -301,10 +301,8 @@ class StateFolder:
         pieces: Iterable[memoryview],
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a leaf durably. on_written: called when its bytes are written and its name is not.
-
-        Raises UnavailableError where the folder cannot be written.
-        """
+        """Write a leaf durably. on_written: called when its bytes are written but it has no name
+        yet. Raises UnavailableError if the folder cannot be written."""
         temporary = self.temporary / f"{upload}-{secrets.token_hex(8)}"
         path = self.leaf_path(digest, upload)
         try:
@@ -324,7 +322,7 @@ class StateFolder:
             raise UnavailableError(text) from error
 
     def read_list(self, digest: Digest, limits: Limits = DEFAULT_LIMITS) -> LeafList | None:
-        """Return the list of a state's leaves, checked against its digest; None without one."""
+        """Read the list of a state's leaves, checked against its digest; None if there is none."""
         try:
             content = (self.lists / digest[:2] / f"{digest}{LIST_SUFFIX}").read_bytes()
         except OSError:
@@ -334,8 +332,8 @@ class StateFolder:
         return read_list(content, digest, limits)
 
     def read_leaf(self, digest: Digest) -> bytes:
-        """Return the bytes of a leaf, checked. Raises NotFoundError, or IntegrityError where no
-        copy has its digest."""
+        """Read the bytes of a leaf, checked. Raises NotFoundError, or IntegrityError if no copy has
+        its digest."""
         is_there = False
         for path in self.copies(digest):
             try:
@@ -350,7 +348,7 @@ class StateFolder:
         raise NotFoundError(f"leaf {digest} is not below {self.root}")
 
     def read_state(self, listed: LeafList) -> Iterator[memoryview]:
-        """Yield the data of a state in order; at most two leaves are in memory."""
+        """Yield the data of a state in order, with at most two leaves in memory."""
         leaves = leaves_of(listed.manifest)
         held: dict[int, memoryview] = {}
         for place in places_of(leaves):
@@ -363,16 +361,16 @@ class StateFolder:
 
 
 def digest_and_upload(name: str) -> tuple[Digest, str]:
-    """Return the digest and the upload in the name of a leaf's file."""
+    """Split the name of a leaf's file into the digest and the upload."""
     return Digest(name[:_DIGEST_CHARS]), name[_DIGEST_CHARS + 1 :]
 
 
 def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = "") -> str:
-    """Return the reason why a worker does not see its coordinator's folder of states; "" where it
-    does, and where neither has one.
+    """Return why a worker does not see its coordinator's folder of states; "" if it does, or
+    neither has one.
 
     folder and found_id: the path that the worker was given, and the name there; both "" without.
-    meant_id: the name of the coordinator's folder, "" where it has none that workers may write to.
+    meant_id: the name of the coordinator's folder, "" if it has none that workers may write to.
     problem: the worker's error with the folder.
     """
     if not folder:

@@ -47,32 +47,32 @@ from stratagem.v1 import tensor_pb2
 
 _COPY_NAME: Final = re.compile(r"stratagem-snapshot-[0-9a-f]{32}")
 MAX_COPY_BYTES: Final = 64 * 2**20
-"""The limit of a copy, which doubles the memory; larger content is sent in chunks."""
+"""The largest content to copy, as a copy doubles the memory; more is sent in chunks."""
 
 _MEMORY: Final = "memfd:"
 _MIN_PIECE_BYTES: Final = 2**16
 
 
 class UnreadableFileError(StratagemError):
-    """Files of other processes in the same place cannot be opened here."""
+    """This process may not open files of other processes, although they are in the same place."""
 
 
 class _Place:
-    """The place of this process, for its files; determined once."""
+    """The cached name of this process's place: the machine, user and namespace of its files."""
 
     name: str | None = None
 
 
 def place() -> str:
-    """Return a name that is the same for processes that may open each other's files; "" where none
-    may, and after `leave_place`."""
+    """Return a name that is equal for processes that may open each other's files; "" if none may,
+    and after `leave_place`."""
     if _Place.name is None:
         _Place.name = _looked_up()
     return _Place.name
 
 
 def leave_place() -> None:
-    """Stop this process from reading and offering files."""
+    """Disable reading and offering of files in this process."""
     _Place.name = ""
 
 
@@ -101,7 +101,7 @@ def offer(
     *,
     name: str = "",
 ) -> tensor_pb2.OpenFile:
-    """Return the message that offers an open file of this process. sums: the CRC32C of its pieces.
+    """Make the message that offers an open file of this process. sums: the CRC32C of its pieces.
     name: that of a copy of memory."""
     return tensor_pb2.OpenFile(
         place=place(),
@@ -115,14 +115,14 @@ def offer(
 
 
 def copy_of(buffers: Sequence[memoryview]) -> "MemoryCopy | None":
-    """Return a copy of memory, None where the system cannot make one. To be called in a thread."""
+    """Copy memory into a memory file; None if the system cannot. To be called in a thread."""
     with suppress(OSError):
         return MemoryCopy(buffers)
     return None
 
 
 class MemoryCopy:
-    """A copy of memory that is open until `close`, or until it is garbage."""
+    """A copy of memory in a memory file, open until `close` or garbage collection."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         """Copy the buffers. To be called in a thread. Raises OSError."""
@@ -146,12 +146,12 @@ def _write(descriptor: int, view: memoryview) -> None:
 
 
 def is_near(other: str) -> bool:
-    """Return whether that is the name of this process's place."""
+    """Return whether `other` is the name of this process's place, so that files can be shared."""
     return bool(other) and other == place()
 
 
 def offered(message: Any) -> tensor_pb2.OpenFile | None:
-    """Return the file in a message; None where there is none that this process may read."""
+    """Return the file offered in a message; None if there is none that this process may read."""
     if "file" not in message.DESCRIPTOR.fields_by_name or not message.HasField("file"):
         return None
     file: tensor_pb2.OpenFile = message.file
@@ -159,7 +159,7 @@ def offered(message: Any) -> tensor_pb2.OpenFile | None:
 
 
 class OpenedFile:
-    """A file that is open here until `close`, or until it is garbage."""
+    """Another process's file, open here until `close` or garbage collection."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -168,7 +168,7 @@ class OpenedFile:
 
 @cache
 def _memory_device() -> int:
-    """Return the device of all memory files, on which no other file can be."""
+    """Return the device number of memory files, which no other file has."""
     descriptor = os.memfd_create("stratagem-device", os.MFD_CLOEXEC)
     try:
         return os.fstat(descriptor).st_dev
@@ -177,7 +177,7 @@ def _memory_device() -> int:
 
 
 def opened_copy(file: tensor_pb2.OpenFile) -> OpenedFile | None:
-    """Return the offered copy of memory; see `opened`."""
+    """Open an offered copy of memory, and check that it is one; see `opened`."""
     if not _COPY_NAME.fullmatch(file.name):
         raise IntegrityError("an open file was offered that is no copy of a snapshot")
     found = opened(file, file.name)
@@ -188,10 +188,10 @@ def opened_copy(file: tensor_pb2.OpenFile) -> OpenedFile | None:
 
 
 def opened(file: tensor_pb2.OpenFile, name: str) -> OpenedFile | None:
-    """Open the offered file; None where it no longer exists.
+    """Open an offered file; None if it no longer exists.
 
     name: the prefix that the file's name must have. Raises IntegrityError for any other file, and
-    UnreadableFileError where this process may open none.
+    UnreadableFileError if this process may open none.
     """
     path = f"/proc/{file.process}/fd/{file.descriptor}"
     try:
@@ -218,8 +218,8 @@ def _check_name(path: str, name: str) -> None:
 def contents(
     opened_file: OpenedFile, file: tensor_pb2.OpenFile, total_bytes: int
 ) -> Generator[memoryview, None, None]:
-    """Yield the offered bytes, in pieces that share one buffer, and close the file. Raises
-    IntegrityError where it has other bytes."""
+    """Yield the bytes of an offered file, in pieces that reuse one buffer, then close it. Raises
+    IntegrityError if the checksums differ."""
     size = file.piece_bytes if file.crc32c else piece_bytes(total_bytes)
     try:
         if not _MIN_PIECE_BYTES <= size <= MAX_CHUNK_BYTES:
@@ -237,7 +237,7 @@ def contents(
 
 
 def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
-    """Yield pieces for at most limit_s seconds."""
+    """Yield pieces, but stop after limit_s seconds."""
     end_s = time.monotonic() + limit_s
     for piece in pieces:
         yield piece
@@ -246,8 +246,8 @@ def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
 
 
 def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview] | None:
-    """Return the bytes of an offered copy, see `contents`; None where it no longer exists and the
-    bytes must be requested. Raises UnreadableFileError where this process may open none."""
+    """Return the bytes of an offered copy as `contents` does; None if it no longer exists and they
+    must be requested. Raises UnreadableFileError if this process may open none."""
     try:
         found = opened_copy(file)
     except IntegrityError:  # the copy was closed, and its descriptor reused
@@ -264,18 +264,18 @@ def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memor
 M = TypeVar("M")
 
 Take = Callable[[int, Iterator[Data]], Awaitable[None]]
-"""Receives all bytes from an offset on, as pieces that are valid until the next one."""
+"""Consumes all bytes from an offset on, as pieces that are valid until the next one."""
 
 
 class Near(NamedTuple):
     """A download from a sender on this machine, which may offer a file in place of chunks."""
 
     open_call: Callable[[], Any]
-    """Starts a call that accepts an offer, from the first byte on."""
+    """Starts a call, from the first byte on, that accepts the offer of a file."""
     take: Take
-    """Receives the content of the file, in place of the destination of `accept`."""
+    """Consumes the content of the file, in place of the destination of `accept`."""
     leave: Callable[[], None]
-    """Ends offers, since this process may not open the file."""
+    """Stops accepting offers, since this process may not open the files."""
 
 
 async def serve_copy(
@@ -285,9 +285,9 @@ async def serve_copy(
     num_bytes: int,
     idle_timeout_s: float,
 ) -> AsyncIterator[M]:
-    """Yield the one response of a download whose caller reads a copy of the content. The copy
-    exists until the caller ends the call, for at most idle_timeout_s. num_bytes: the bytes that
-    count as sent."""
+    """Yield the only response of a download, which offers a copy of the content to the caller. The
+    copy exists until the caller ends the call, for at most idle_timeout_s. num_bytes: the bytes
+    that count as sent."""
     try:
         first = make()
         cast(Any, first).manifest.CopyFrom(to_proto(manifest))
@@ -304,8 +304,8 @@ async def serve_copy(
 async def take_offered(
     near: Near, file: tensor_pb2.OpenFile, writer: ChunkWriter, purpose: Purpose
 ) -> bool:
-    """Read the file that a sender offers for all missing bytes of the writer; return False where it
-    cannot be read."""
+    """Read all bytes that the writer lacks from an offered file; return False if it cannot be
+    read."""
     try:
         pieces = readable_copy(file, writer.total_bytes)
     except UnreadableFileError:

@@ -27,16 +27,16 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
 CONTROL: Final = "control/"
-"""The prefix of the control variates of a federation, in a state and in updates."""
+"""The name prefix of the control variates (SCAFFOLD) of a federation, in states and updates."""
 WITHIN_NORM: Final = "within_norm"
-"""The metadata key of a client's change: "1" where its norm was within the clipping norm."""
+"""The metadata key of a client's change: "1" if its norm was within the clipping norm."""
 NUM_AVERAGED_KEY: Final = "average/num_averaged"
-"""The metadata key of a state for the number of states in its average of the parameters. A state
-with the key and without tensors of an average has averages in place of the parameters."""
+"""The metadata key for the number of states in a state's average of the parameters. A state with
+the key and without tensors of an average has averages in place of the parameters."""
 
 
 class Purpose(IntEnum):
-    """The purpose of a stream."""
+    """The purpose of a tensor stream: what its tensors are for."""
 
     STATE = tensor_pb2.PURPOSE_STATE
     UPDATE = tensor_pb2.PURPOSE_UPDATE
@@ -57,12 +57,12 @@ CODECS: Final[Mapping[str, tensor_pb2.Codec.ValueType]] = {
     "low_rank": tensor_pb2.CODEC_LOW_RANK,
     "vsa": tensor_pb2.CODEC_VSA,
 }
-"""The codings of tensors by their names in the job; "" is plain."""
+"""Tensor codecs on the wire, keyed by their names in the job; "" is uncoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of what a receiver accepts."""
+    """The limits on the tensors and bytes that a receiver accepts."""
 
     max_tensors: int = 32768
     max_total_bytes: int = 64 * 2**30
@@ -78,7 +78,7 @@ DEFAULT_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The name, type, shape and place of one tensor inside the byte range of a stream."""
+    """The name, element type, shape and byte range of one tensor in a stream."""
 
     name: str
     dtype: str
@@ -86,12 +86,12 @@ class TensorSpec:
     offset: int
     size_bytes: int
     alias_of: str | None = None
-    """An earlier tensor that shares its storage, and whose offset and size it has."""
+    """The name of an earlier tensor with the same storage, offset and size; None for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The header of a tensor stream. Tensors are in order, without overlap and without gap."""
+    """The header of a tensor stream. Its tensors are in order, without overlap or gaps."""
 
     tensors: tuple[TensorSpec, ...]
     total_bytes: int
@@ -101,12 +101,12 @@ class Manifest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
     codec: str = ""
-    """The name of a coding in CODECS; coded tensors are payloads of type uint8."""
+    """The codec of the tensors, a key of CODECS; coded tensors are payloads of type uint8."""
     is_in_leaves: bool = False
-    """The digest is that of the state in leaves (`leaves.py`), and not of a file."""
+    """The digest is that of the state's leaves (`leaves.py`), not of its file."""
 
     def stored(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors that are no aliases, in the order of their bytes."""
+        """Return the tensors that are no aliases, ordered by offset."""
         return tuple(tensor for tensor in self.tensors if tensor.alias_of is None)
 
 
@@ -120,11 +120,8 @@ def build_manifest(
     metadata: Mapping[str, str] | None = None,
     codec: str = "",
 ) -> Manifest:
-    """Return a manifest of (name, dtype, shape) in the order given; `aliases` maps name -> earlier
-    name.
-
-    Raises InvalidInputError where the result would break a rule that every receiver checks.
-    """
+    """Make a manifest of (name, dtype, shape) in the given order; `aliases` maps name -> earlier
+    name. Raises InvalidInputError if the result would break a rule that every receiver checks."""
     aliases = aliases or {}
     specs: list[TensorSpec] = []
     by_name: dict[str, TensorSpec] = {}
@@ -148,7 +145,7 @@ def build_manifest(
 
 
 def check(manifest: Manifest, limits: Limits) -> None:
-    """Refuse a manifest that breaks a rule (InvalidInputError) or a limit (LimitError)."""
+    """Raise InvalidInputError if a manifest breaks a rule, LimitError if it exceeds a limit."""
     _check_counts(manifest, limits)
     _check_values(manifest)
     by_name: dict[str, TensorSpec] = {}
@@ -245,7 +242,7 @@ def _check_alias(where: str, spec: TensorSpec, source: TensorSpec | None) -> Non
 
 
 def to_proto(manifest: Manifest) -> tensor_pb2.Manifest:
-    """Return the manifest as its message. Raises LimitError when it is too large for one."""
+    """Encode a manifest as its protobuf message. Raises LimitError if it is too large."""
     message = tensor_pb2.Manifest(
         tensors=[
             tensor_pb2.TensorSpec(
@@ -281,8 +278,8 @@ def from_proto(
     purpose: Purpose | None = None,
     codecs: Collection[str] = ("",),
 ) -> Manifest:
-    """Return the message as a checked manifest; `purpose` is the only one accepted, if given, and a
-    codec must be one of `codecs`."""
+    """Decode and check a manifest; `purpose` is the only one accepted, if given, and the codec must
+    be one of `codecs`."""
     if len(message.tensors) > limits.max_tensors:  # before any is parsed
         raise LimitError(f"tensors: {len(message.tensors)}, the limit is {limits.max_tensors}")
     codec = next((name for name in codecs if CODECS[name] == message.codec), None)
@@ -331,7 +328,7 @@ def _purpose(number: int, wanted: Purpose | None) -> Purpose:
 
 @dataclass(frozen=True, slots=True)
 class DTypeInfo:
-    """The properties of one element type."""
+    """An element type: its names and size in torch, safetensors and the protocol."""
 
     name: str
     """The name as in torch, without "torch."."""
@@ -362,21 +359,21 @@ _BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES}
 
 
 def dtype_named(name: str, field: str = "dtype") -> DTypeInfo:
-    """Return the type that torch calls `torch.<name>`. field: what a refusal is about."""
+    """Look up an element type by torch's name for it. field: the field named in an error."""
     if name not in _BY_NAME:
         raise InvalidInputError.at(field, f"{name!r} is not one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 
 def dtype_on_wire(number: int, field: str = "dtype") -> DTypeInfo:
-    """Return the type of a `DType` value of the protocol. field: what a refusal is about."""
+    """Look up an element type by its protocol number. field: the field named in an error."""
     if number not in _BY_WIRE:
         raise InvalidInputError.at(field, f"{number} is no element type of this protocol version")
     return _BY_WIRE[number]
 
 
 def dtype_in_safetensors(name: str, field: str = "dtype") -> DTypeInfo:
-    """Return the type that a safetensors header calls `name`. field: what a refusal is about."""
+    """Look up an element type by its name in safetensors. field: the field named in an error."""
     if name not in _BY_SAFETENSORS:
         raise InvalidInputError.at(field, f"{name!r} is not one of {', '.join(_BY_SAFETENSORS)}")
     return _BY_SAFETENSORS[name]

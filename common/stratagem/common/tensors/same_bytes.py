@@ -22,7 +22,7 @@ _GLANCE_BYTES: Final = 4096  # enough to tell most blocks that have changed
 
 
 class SameBytes(NamedTuple):
-    """A range of a state whose bytes another state shares. Offsets are those of the manifests."""
+    """A byte range of a state, and the offset in another state that has the same bytes."""
 
     offset: int
     base_offset: int
@@ -36,7 +36,7 @@ def same_bytes(
     base_buffers: Sequence[memoryview],
     block_bytes: int = BLOCK_BYTES,
 ) -> list[SameBytes]:
-    """Return the ranges that both states have, in order and without overlap.
+    """Compare two states and return the ranges with equal bytes, in order and without overlap.
 
     Only tensors with the same name, type and shape in both are compared; buffers are those of the
     stored tensors, in order. Bytes after MAX_RANGES ranges count as changed.
@@ -62,7 +62,7 @@ def same_bytes(
 
 
 def _joined(ranges: list[SameBytes], at: SameBytes) -> bool:
-    """Add a range to the last one if it continues that; return whether it does."""
+    """Extend the last range by this one if they are contiguous; return whether they were."""
     if not ranges:
         return False
     last = ranges[-1]
@@ -84,7 +84,7 @@ def are_equal(one: memoryview, other: memoryview) -> bool:
 
 
 def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> None:
-    """Refuse ranges that are out of order, overlap or lie outside of a state."""
+    """Raise an error for ranges that are too many, unordered, overlapping or out of bounds."""
     if len(same) > MAX_RANGES:
         raise LimitError(f"same: {len(same)} ranges, the limit is {MAX_RANGES}")
     end = 0
@@ -99,7 +99,7 @@ def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> 
 
 
 def changed_ranges(same: Sequence[SameBytes], total_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the gaps between the ranges, in order; none is empty."""
+    """Yield the (start, end) of each non-empty gap between the equal ranges, in order."""
     start = 0
     for each in (*same, SameBytes(total_bytes, 0, 0)):
         if each.offset > start:
@@ -114,7 +114,7 @@ def num_changed_bytes(same: Sequence[SameBytes], total_bytes: int) -> int:
 def cut(
     manifest: Manifest, buffers: Sequence[memoryview], same: Sequence[SameBytes]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a state between the ranges, as views of its buffers."""
+    """Yield the bytes of a state outside of the equal ranges, as views of its buffers."""
     placed = iter(zip(manifest.stored(), buffers, strict=True))
     spec, buffer = None, memoryview(b"")
     for start, end in changed_ranges(same, manifest.total_bytes):
@@ -138,16 +138,16 @@ _PARAMETER: Final = "parameter/"
 
 @dataclass(frozen=True, slots=True, order=True)
 class SliceName:
-    """The place of a slice: slices in this order stand as the tensors of an undivided state do."""
+    """A parsed slice name; sorted slices are in the tensor order of an undivided state."""
 
     parameter: int
-    """The parameter's number, from 0."""
+    """The index of the parameter, from 0."""
     place: int
-    """The place among the tensors kept for the parameter."""
+    """The index among the tensors kept for the parameter."""
     first: int
-    """The first element of the parameter that the slice is of."""
+    """The index of the slice's first element in the parameter."""
     whole: str
-    """The name of the tensor in an undivided state."""
+    """The name of the whole tensor in a state that is not divided among members."""
 
     def __str__(self) -> str:
         return f"{_PREFIX}{self.parameter}/{self.place}/{self.first}/{self.whole}"
@@ -155,16 +155,16 @@ class SliceName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ParameterSlice:
-    """The place of a slice of a parameter that no member has as a whole."""
+    """The parsed name of a slice of a parameter that no member holds as a whole."""
 
     place: int
-    """The number of the parameter among all tensors of the model, from 0."""
+    """The index of the parameter among all tensors of the model, from 0."""
     first: int
-    """The first element of the parameter that the slice is of."""
+    """The index of the slice's first element in the parameter."""
     shape: tuple[int, ...]
     """The shape of the whole parameter."""
     whole: str
-    """The name of the tensor in an undivided state."""
+    """The name of the whole tensor in a state that is not divided among members."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
@@ -172,7 +172,7 @@ class ParameterSlice:
 
 
 def slice_name(name: str) -> SliceName | None:
-    """Parse the name of a tensor as that of a slice; None for other names.
+    """Parse a tensor's name as a slice name; None if it is none.
 
     Raises InvalidInputError for a name that only begins like one.
     """
@@ -186,7 +186,7 @@ def slice_name(name: str) -> SliceName | None:
 
 
 def parameter_slice(name: str) -> ParameterSlice | None:
-    """Parse the name of a tensor as that of a slice of a parameter; None for other names.
+    """Parse a tensor's name as the name of a slice of a parameter; None if it is none.
 
     Raises InvalidInputError for a name that only begins like one.
     """

@@ -51,7 +51,7 @@ def crc32c(data: Data) -> int:
 
 
 def extended(crc: int, data: Data) -> int:
-    """Return the CRC32C of earlier bytes, whose CRC32C is given, followed by `data`."""
+    """Return the CRC32C of earlier bytes, given their CRC32C, followed by `data`."""
     # The C function takes no memoryview, but it takes an array.
     value: int = google_crc32c.extend(
         crc, data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
@@ -74,7 +74,7 @@ def frame(offset: int, *parts: Data) -> bytes:
 
 
 def recut(raw: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
-    """Yield the data of a frame as frames of these sizes, and one of the rest."""
+    """Cut a frame into frames with these numbers of data bytes, and one with the rest."""
     whole = None if len(raw) < _MIN_BYTES else _unframed(raw, tensor_pb2.Chunk.FromString)
     if whole is None:
         yield raw
@@ -89,15 +89,15 @@ def recut(raw: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
 
 
 def has_crc(raw: bytes, offset: int, size: int, crc: int) -> bool:
-    """Return whether a frame made by `frame` from `size` bytes of data has this checksum."""
+    """Return whether a frame that `frame` made from `size` bytes of data carries this checksum."""
     if crc:
         return raw.endswith(bytes((_CRC_TAG,)) + crc.to_bytes(4, "little"))
     return len(raw) == len(_head(offset, size, 0)) + size
 
 
 def joined(offset: int, *parts: Data) -> bytes:
-    """Return the frame, made in plain Python by a pass over the data for the checksum and one that
-    copies."""
+    """Encode a frame in plain Python, with one pass over the data for the checksum and one for the
+    copy."""
     crc = 0
     for part in parts:
         crc = extended(crc, part)
@@ -106,7 +106,7 @@ def joined(offset: int, *parts: Data) -> bytes:
 
 
 def patched(offset: int, *parts: Data) -> bytes:
-    """Return the frame, copied first, with the checksum computed from the copy."""
+    """Encode a frame by copying the data first, then computing the checksum from the copy."""
     size = sum(map(len, parts))
     head = _head(offset, size, 5)
     raw = b"".join((head, *parts, _ROOM))
@@ -119,7 +119,7 @@ def patched(offset: int, *parts: Data) -> bytes:
 
 
 def _head(offset: int, size: int, tail_size: int) -> bytes:
-    """Return the bytes of a frame that precede its data."""
+    """Return the protobuf bytes of a frame that come before its data."""
     inner = bytes((_OFFSET_TAG,)) + _varint(offset) if offset else b""
     inner += bytes((_DATA_TAG,)) + _varint(size)
     return bytes((_CHUNK_TAG,)) + _varint(len(inner) + size + tail_size) + inner
@@ -130,10 +130,8 @@ _address_of.argtypes, _address_of.restype = (ctypes.py_object,), ctypes.c_void_p
 
 
 class ChunkFrame:
-    """A received message that carries a chunk; stands in for the message and for its chunk.
-
-    `data` is a view of the message. Protobuf provides all other attributes.
-    """
+    """A received message with a chunk, decoded without protobuf; acts as the message and as its
+    chunk. `data` is a view of the raw bytes. Protobuf provides all other attributes."""
 
     __slots__ = ("_parse", "_raw", "crc32c", "data", "offset")
 
@@ -155,8 +153,8 @@ class ChunkFrame:
 
 
 def reading_frames(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return the deserializer of a message type, which makes a ChunkFrame of messages with a chunk
-    where possible."""
+    """Wrap the parser of a message type, so that messages with only a chunk become a ChunkFrame
+    without a copy."""
     descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
     field = descriptor.fields_by_name.get("chunk") if descriptor else None
     if (
@@ -176,8 +174,8 @@ def reading_frames(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _unframed(raw: bytes, parse: Callable[[bytes], Any]) -> ChunkFrame | None:
-    """Return the frame if `raw` has the form that `frame` or protobuf gives to a message with only
-    a chunk."""
+    """Decode a frame of the form that `frame` or protobuf gives to a message with only a chunk;
+    None for other bytes."""
     size, at = _read_varint(raw, 1)
     if size != len(raw) - at:
         return None
@@ -204,7 +202,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return a varint of at most nine bytes, and its end; -1 for a longer one."""
+    """Decode a varint of up to nine bytes; return (value, end), value -1 for a longer one."""
     value = 0
     for shift in range(0, 63, 7):
         byte = raw[at]
@@ -222,17 +220,17 @@ MAX_CHUNK_BYTES: Final = CHUNK_BYTES  # what a receiver takes
 
 _MIN_PIECE_BYTES: Final = CHUNK_BYTES // 8
 _PIECES_AT_LEAST: Final = 8
-"""The fewest pieces of a range, unless they would be small: a few are less than the range."""
+"""The least number of pieces to cut a range into, unless the pieces would be too small."""
 
 Sink = Callable[[int, Any], None]
-"""Receives the bytes (or a view of bytes) at an offset; offsets come in order and without gaps."""
+"""Consumes the bytes (or a view of bytes) at an offset; offsets come in order and without gaps."""
 
 Source = Callable[[int], Iterator[Piece]]
 """Yields the range from an offset on, in pieces of at most CHUNK_BYTES."""
 
 
 def piece_bytes(total_bytes: int) -> int:
-    """Return the size of the pieces in which a range is read, sent or processed: a power of two
+    """Return the piece size in which to read, send or process this many bytes: a power of two
     between 256 KiB and CHUNK_BYTES."""
     part = -(-total_bytes // _PIECES_AT_LEAST)
     return min(CHUNK_BYTES, max(_MIN_PIECE_BYTES, 1 << max(0, part - 1).bit_length()))
@@ -248,7 +246,7 @@ class CarriesChunk(Protocol):
 def iter_views(
     buffers: Sequence[memoryview], offset: int = 0, piece_bytes: int = CHUNK_BYTES
 ) -> Iterator[list[memoryview]]:
-    """Yield the concatenation of `buffers` from `offset` on in pieces, each as views."""
+    """Yield the concatenation of `buffers` from `offset` on in pieces, each a list of views."""
     parts: list[memoryview] = []
     room = piece_bytes
     for buffer in buffers:
@@ -283,13 +281,13 @@ def fill_chunk(chunk: tensor_pb2.Chunk, offset: int, piece: bytes) -> None:
 
 
 def check_offset(offset: int, total_bytes: int) -> None:
-    """Refuse to start reading beyond the end."""
+    """Raise OutOfRangeError for an offset beyond the end."""
     if not 0 <= offset <= total_bytes:
         raise OutOfRangeError.at("offset", f"{offset} is beyond the end at {total_bytes}")
 
 
 class ChunkWriter:
-    """A writer of chunks to a sink, which checks order, length and checksum of each.
+    """A writer of chunks to a sink, which checks the order, length and checksum of each.
 
     A wrong chunk raises, and neither reaches the sink nor moves the writer. `offset` > 0 continues
     a range whose beginning is already in the sink. The bytes are counted for `purpose`.
@@ -315,7 +313,7 @@ class ChunkWriter:
         return self.received == self.total_bytes
 
     def write(self, chunk: tensor_pb2.Chunk | ChunkFrame) -> None:
-        """Check one chunk and pass it on."""
+        """Check one chunk and write it to the sink."""
         data = chunk.data  # each access makes a new copy
         size = len(data)
         if chunk.offset != self.received:
@@ -332,13 +330,13 @@ class ChunkWriter:
         self._flow.num_bytes += size
 
     def take(self, data: Data) -> None:
-        """Pass on the next bytes, received in another way and already checked."""
+        """Write the next bytes, received in another way and already checked, to the sink."""
         self._sink(self.received, data)
         self.received += len(data)
         self._flow.num_bytes += len(data)
 
     def finish(self) -> None:
-        """Note the end of the stream. Raises when bytes are missing."""
+        """Raise IntegrityError if the stream has ended before all bytes came."""
         if not self.is_complete:
             raise IntegrityError(
                 f"stream ended after {self.received} of {self.total_bytes} announced bytes"
@@ -346,7 +344,7 @@ class ChunkWriter:
 
 
 def into(buffer: memoryview) -> Sink:
-    """Return a sink that writes into memory."""
+    """Return a sink that writes into a buffer."""
     view = _as_bytes(buffer)
 
     def write(offset: int, data: Data) -> None:
@@ -373,7 +371,7 @@ RECEIVED: Final = "received"
 
 
 class Flow:
-    """The byte count of one direction of one kind."""
+    """A counter of bytes, for one direction and one purpose or engine."""
 
     __slots__ = ("num_bytes",)
 
@@ -392,23 +390,22 @@ _ENGINES: Final = {
 
 
 def sent(purpose: Purpose) -> Flow:
-    """Return the count of outgoing tensor streams, over gRPC or to readers on this machine."""
+    """Return the counter of sent tensor streams, over gRPC or to readers on this machine."""
     return _STREAMS[SENT, purpose]
 
 
 def received(purpose: Purpose) -> Flow:
-    """Return the count of incoming tensor streams, over gRPC or read on this machine."""
+    """Return the counter of received tensor streams, over gRPC or read on this machine."""
     return _STREAMS[RECEIVED, purpose]
 
 
 def over(engine: str, direction: str) -> Flow:
-    """Return the count of tensors over a mesh engine other than gRPC, which are counted when they
-    are submitted."""
+    """Return the counter of tensors over a mesh engine other than gRPC, counted at submission."""
     return _ENGINES[direction, engine]
 
 
 def stream_bytes() -> Mapping[tuple[str, str], int]:
-    """Return the bytes of tensor streams over gRPC, by direction and kind."""
+    """Return the bytes of tensor streams over gRPC, keyed by (direction, purpose)."""
     return {
         (direction, purpose.name.lower()): flow.num_bytes
         for (direction, purpose), flow in _STREAMS.items()
@@ -416,7 +413,7 @@ def stream_bytes() -> Mapping[tuple[str, str], int]:
 
 
 def engine_bytes() -> Mapping[tuple[str, str], int]:
-    """Return the bytes by direction and mesh engine; shared memory sends nothing."""
+    """Return the bytes keyed by (direction, mesh engine); shared memory sends nothing."""
     counted = {key: flow.num_bytes for key, flow in _ENGINES.items()}
     for direction in (SENT, RECEIVED):
         counted[direction, "grpc"] = _STREAMS[direction, Purpose.MESH].num_bytes

@@ -39,7 +39,7 @@ def manifest_of(
     weight: float = 0.0,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[Manifest, list[memoryview]]:
-    """Return the manifest of these tensors and their bytes, one buffer per stored tensor.
+    """Return the manifest of tensors, and their bytes as one buffer per stored tensor.
 
     Tensors are ordered by element size, largest first, and otherwise as given, so each one is
     aligned in a file, as readers of safetensors expect. Tensors that are the same view of the same
@@ -69,7 +69,7 @@ def manifest_of(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the elements of a tensor in C order; its memory if contiguous on the CPU."""
+    """Return the bytes of a tensor in C order; a view if it is contiguous and on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
     whole = tensor.detach().resolve_neg().cpu().contiguous()
@@ -115,7 +115,7 @@ def _scatter(manifest: Manifest, stored: Mapping[str, Tensor]) -> Sink:
 
 
 def load_file(path: Path) -> tuple[dict[str, Tensor], Manifest]:
-    """Return the tensors of a safetensors file, tied ones as one; the caller checks the digest."""
+    """Load the tensors of a safetensors file, tied ones as one; the caller checks the digest."""
     manifest, data_start = read_header(path)
     sink, finish = allocate(manifest)
     offset = 0
@@ -126,7 +126,7 @@ def load_file(path: Path) -> tuple[dict[str, Tensor], Manifest]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch type of that name. Raises InvalidInputError where this torch lacks it."""
+    """Return the torch dtype of this name. Raises InvalidInputError if this torch lacks it."""
     if name not in TORCH_DTYPES:
         dtype_named(name)  # raises when no torch has it
         raise InvalidInputError.at("dtype", f"{name} is not in torch {torch.__version__}")
@@ -139,8 +139,8 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def element_type(field: str, tensor: Tensor) -> DTypeInfo:
-    """Return the element type of a tensor to send. Raises InvalidInputError, which names the field,
-    for an unsupported one."""
+    """Return the element type of a tensor to send. Raises InvalidInputError at `field` if it is
+    unsupported."""
     if tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         text = f"is a tensor of layout {layout}; allowed is strided, which `to_dense()` makes"
