@@ -31,8 +31,7 @@ _KEYS = BatchKeys(("row", "check"))
 
 
 def check_purity(dataset: RowDataset) -> None:
-    """Fetch two rows twice, in turn. Raises InvalidInputError, which names the row and the leaf
-    that differ."""
+    """Fetch two rows twice each. Raises InvalidInputError with the row and the leaf that differ."""
     last = dataset.num_rows - 1
     numbers = list(dict.fromkeys((0, last))) if last >= 0 else []
     with generators_kept():
@@ -50,7 +49,7 @@ def check_purity(dataset: RowDataset) -> None:
 
 
 def _fetched(dataset: RowDataset, number: int) -> dict[str, str]:
-    """Return a fingerprint of each leaf of a row, by its path."""
+    """Return a fingerprint of each leaf of a row, keyed by path."""
     return dict(leaves_of(dataset.row(number, _KEYS)))
 
 
@@ -107,20 +106,20 @@ def _digest(data: bytes) -> str:
 # are left out.
 
 MAX_CHARS: Final = 8192
-"""The longest description, which is journaled; without one nothing is compared."""
+"""Maximum length of a description, which is journaled; a longer one is left out."""
 _SAME_KEYS: Final = BatchKeys(("row", "same"))
 _NUM_VALUES: Final = 4
-"""The number of described values of each floating-point tensor, from all over it."""
+"""Number of described values of each floating-point tensor, spread over all of it."""
 _CELLS: Final = 10
-"""The bits, relative to the largest value, to which these values are rounded."""
+"""Number of bits, relative to the largest value, to which these values are rounded."""
 _SMALLEST: Final = 1e-6
-"""The least size of the largest value: values that should be 0 differ in their last bits, too."""
+"""Minimum of the largest value, since values that should be 0 also differ in their last bits."""
 _ROUNDINGS: Final = ((1.0, 0.37), (math.sqrt(2.0), 0.81))
-"""(factor of the largest value, part of a cell): a value at the edge of a cell in one rounding is
-not at an edge in the other one."""
+"""(factor of the largest value, part of a cell) of each rounding: a value at the edge of a cell in
+one rounding is not at an edge in the other."""
 
 _Row = dict[str, list[str]]
-"""A digest by leaf, or a tensor's kind and a digest for each rounding; one must agree."""
+"""A digest per leaf; of a tensor its kind and a digest per rounding, one of which must match."""
 
 
 class _Description(BaseModel):
@@ -129,8 +128,8 @@ class _Description(BaseModel):
 
 
 def described_rows(job: JobSpec, data: Mapping[str, Dataset]) -> str:
-    """Describe some rows of each split as JSON; "" where they need not be the same elsewhere, or
-    the description is too long."""
+    """Describe some rows of each split as JSON; "" if they may differ elsewhere, or it is too
+    long."""
     if job.data.entrypoint is None or not job.execution.deterministic:
         return ""
     splits = {split: dict(_rows_of(dataset)) for split, dataset in data.items()}
@@ -158,7 +157,7 @@ def check_same_rows(job: JobSpec, data: Mapping[str, Dataset], known: str, where
 
 
 def _read(text: str) -> _Description:
-    """Parse the description of another process; other text gives an empty one."""
+    """Decode the description made by another process; invalid text gives an empty one."""
     try:
         return _Description.model_validate_json(text)
     except ValidationError:
@@ -202,7 +201,7 @@ def _row(value: Any, number: int) -> Any:
 
 
 def _numbers(num_rows: int, wanted: int) -> list[int]:
-    """Return the first row, the last one, and some between them, without repetition."""
+    """Return the numbers of the first row, the last one, and some in between, each once."""
     spread = (place * (num_rows - 1) // (wanted - 1) for place in range(wanted))
     return list(dict.fromkeys(spread)) if num_rows else []
 
@@ -232,7 +231,7 @@ def _rounded(values: list[float], factor: float, offset: float) -> str:
 
 
 def _differing(row: _Row, again: _Row) -> str:
-    """Return the path of a leaf that differs; "" where none does."""
+    """Return the path of a leaf that differs; "" if none does."""
     paths = (path for path in row | again if not _alike(row.get(path, []), again.get(path, [])))
     return next(paths, "")
 
@@ -252,17 +251,15 @@ _NUM_ROWS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Fingerprints of the leaves of some rows, and the source's state after the first of them."""
+    """Fingerprints of the leaves of some rows, and the state of the source after the first row."""
 
     rows: list[dict[str, str]]
     state: str | None
 
 
 def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
-    """Read the first rows of shard 0 several times; return whether its states may be used.
-
-    is_pure: raise InvalidInputError, which names the row and the leaf that differ.
-    """
+    """Read the first rows of shard 0 several times; return whether states of the source can be
+    used. is_pure: raise InvalidInputError with the row and the leaf that differ."""
     with generators_kept(), user_code(f"reading the first rows of data.{split}"):
         first, again = (_read_streams(opened(source, 0, 0, None), 0) for _ in range(2))
         if is_pure:
@@ -274,7 +271,7 @@ def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
 
 
 def _begins_anew(source: StreamSource, first: _Read) -> bool:
-    """Return whether a source that has continued from a state begins at its first row again."""
+    """Return whether a source begins at its first row again when it is opened anew."""
     return _read_streams(opened(source, 0, 0, None), 0).rows == first.rows
 
 

@@ -41,7 +41,7 @@ _NO_KEYS: Final = BatchKeys()
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Rows by number. `take` receives int64 indices on the CPU and returns (x, y)."""
+    """Interface of data sets. `take` gets int64 row numbers on the CPU and returns (x, y)."""
 
     def __len__(self) -> int: ...
 
@@ -50,7 +50,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorDataset:
-    """Tensors, or tuples and dicts of them, whose first dimension counts rows. y may be None."""
+    """Data set of (nested) tensors whose first dimension counts rows. y may be None."""
 
     x: Any
     y: Any
@@ -68,7 +68,7 @@ class TensorDataset:
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """The rows of another data set that belong to one federated client."""
+    """The rows of another data set that one federated client may use."""
 
     base: Dataset
     rows: Tensor
@@ -81,7 +81,7 @@ class Subset:
 
 
 def training_split(data: Mapping[str, Dataset]) -> Dataset:
-    """Return the training split. Raises InvalidInputError where there is none."""
+    """Return the training split. Raises InvalidInputError if there is none."""
     if "train" not in data:
         known = ", ".join(data) or "none"
         raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
@@ -89,7 +89,7 @@ def training_split(data: Mapping[str, Dataset]) -> Dataset:
 
 
 def at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
-    """Return the data set that contains a client's rows, and their numbers there."""
+    """Return (the underlying data set, row numbers there) for these rows, through all subsets."""
     while isinstance(dataset, Subset):
         indices = dataset.rows.index_select(0, indices)
         dataset = dataset.base
@@ -126,7 +126,7 @@ def as_dataset(
     collate: Collate | None = None,
     given: Mapping[str, int] = FrozenDict(),
 ) -> Dataset:
-    """Check and convert a data set that came from the user.
+    """Check and convert a data set that the user's code has returned.
 
     collate: for rows that are fetched one by one. given: the arguments of the function that made
     the data set beside the job's keywords.
@@ -150,7 +150,7 @@ def as_dataset(
 
 
 def tensor_dataset(x: Any, y: Any, split: str) -> TensorDataset:
-    """Return a data set of whole tensors; all of them must have the same number of rows."""
+    """Make a data set of whole tensors, which must all have the same number of rows."""
     lengths: set[int] = set()
 
     def check(tensor: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def tensor_dataset(x: Any, y: Any, split: str) -> TensorDataset:
 
 
 class Readers(Protocol):
-    """Processes that fetch and collate rows ahead of their use."""
+    """Interface of processes that fetch and collate rows ahead of their use."""
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
         """Return `dataset.read(order)`."""
@@ -176,16 +176,14 @@ class Readers(Protocol):
 
 
 Coming = tuple[Dataset, Tensor, BatchKeys]
-"""The arguments of a coming call of `Gather`."""
+"""The arguments of a coming call of `Gather`, for reading ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A function that copies rows of data sets to one device.
-
-    dtype: the type of their floats; None for that of the data. pool: the storage of batches. cache:
-    data sets that are on the device. readers: the processes that read row data sets.
-    """
+    """Copies rows of data sets to one device. dtype: of floats; None for that of the data. pool:
+    reuses storage of batches. cache: data sets kept on the device. readers: processes that read row
+    data sets."""
 
     dtype: torch.dtype | None
     device: torch.device
@@ -206,8 +204,8 @@ class Gather:
     def __call__(
         self, dataset: Dataset, indices: Tensor, activity: str, keys: BatchKeys = _NO_KEYS
     ) -> tuple[Any, Any]:
-        """Return (x, y) of these rows, in new storage. keys: for rows that draw at random, where
-        rows are fetched one by one."""
+        """Return (x, y) of these rows in new storage. keys: of the random numbers of rows and
+        batch, for rows that are fetched one by one."""
         with user_code(activity):
             if self.cache is not None:
                 dataset = self.cache.of(dataset, self)
@@ -216,7 +214,7 @@ class Gather:
     def take(
         self, dataset: Dataset, indices: Tensor, keys: BatchKeys = _NO_KEYS
     ) -> tuple[Any, Any]:
-        """Return (x, y) of the data set itself, placed."""
+        """Return (x, y) from the data set's own `take`, on the device."""
         base, numbers = at_the_base(dataset, indices)
         if isinstance(base, RowDataset | StreamDataset | FetchedRows):
             x, y = self._read(base, numbers, keys)
@@ -232,7 +230,7 @@ class Gather:
     def _read(
         self, base: RowDataset | StreamDataset | FetchedRows, numbers: Tensor, keys: BatchKeys
     ) -> tuple[Any, Any]:
-        """Return (x, y) of rows that are read one by one."""
+        """Return (x, y) of rows that are fetched one by one."""
         if not isinstance(base, RowDataset):
             return base.batch(numbers, keys)
         order = base.order(numbers, keys)
@@ -270,10 +268,10 @@ class Gather:
 # on the device. Neither changes a value.
 
 _IN_USE_BY_US: Final = 2
-"""The number of references to a buffer's storage that this module has."""
+"""Number of references to a buffer's storage from this module."""
 _CHUNK_ROWS: Final = 256
 _MAX_CACHED: Final = 64
-"""The largest number of data sets; each federated client may have its own."""
+"""Maximum number of cached data sets; each federated client may have its own."""
 
 
 class BatchPool:
@@ -322,16 +320,14 @@ def _is_idle(buffer: Tensor) -> bool:
 
 
 class DatasetCache:
-    """Data sets as tensors of the computation's dtype on its device, made when first used."""
+    """Data sets as tensors on the device in the computation's dtype, converted at first use."""
 
     def __init__(self) -> None:
         self._made: OrderedDict[int, tuple[Dataset, TensorDataset]] = OrderedDict()
 
     def of(self, dataset: Dataset, gather: Gather) -> Dataset:
-        """Return the cached form of a data set, with the same rows.
-
-        Random numbers of a data set are drawn once, alike on all workers.
-        """
+        """Return the cached form of a data set; random rows are drawn only once, alike on all
+        workers."""
         if isinstance(dataset, Subset):
             return Subset(self.of(dataset.base, gather), dataset.rows)
         key = id(dataset)
@@ -369,7 +365,7 @@ def _read(dataset: Dataset, gather: Gather) -> TensorDataset:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Join the nested tensors of chunks along their rows."""
+    """Concatenate nested tensors along their rows."""
     match parts[0]:
         case Tensor():
             return torch.cat(parts)

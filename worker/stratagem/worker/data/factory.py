@@ -26,7 +26,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 @dataclass(frozen=True, slots=True)
 class DataFunction:
-    """The part of a job's section `data` that makes data sets: entry points and keywords."""
+    """The entry points and keywords of a job's section `data` that determine its data sets."""
 
     entrypoint: str
     kwargs: Mapping[str, Any]
@@ -67,7 +67,7 @@ _TRAIN = "train"
 
 
 def stream_of(made: StreamedSplit, job: JobSpec) -> StreamDataset:
-    """Return the streams of a split as a job reads them."""
+    """Return a split's streams in the layout that the job defines."""
     is_trained_on = made.split == _TRAIN and not job.only_evaluates
     has_states = is_trained_on and check_stream(
         made.source, made.split, is_pure=job.execution.deterministic
@@ -79,8 +79,7 @@ def stream_of(made: StreamedSplit, job: JobSpec) -> StreamDataset:
 
 
 def check_streams(job: JobSpec, streams: Sequence[str]) -> None:
-    """Refuse settings that do not fit splits that are streams. Splits that a job does not use may
-    be streams."""
+    """Raise InvalidInputError for settings that do not fit streams, in splits that the job uses."""
     if job.evaluation is not None and job.evaluation.split in streams:
         raise InvalidInputError.at(
             "evaluation.split",

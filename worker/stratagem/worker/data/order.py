@@ -24,18 +24,17 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 # ---- Batch order ----
 
 _BLOCK: Final = 256
-"""The number of batches that are cut at once; one by one it would take 8 µs of each step."""
+"""Number of batches that are cut at once; one at a time would cost 8 µs per step."""
 _NUM_KEPT: Final = 2
-"""The number of cached blocks and orders: batches are read ahead while steps are still in the
-previous block."""
+"""Number of cached blocks and orders: batches are read ahead while steps use the previous block."""
 
 
 EpochRows = Callable[[int], Tensor | list[Tensor]]
-"""The rows of an epoch in order, or its batches."""
+"""Returns the rows of an epoch in order, or its batches."""
 
 
 class BatchOrder:
-    """Batches of `num_rows` rows, reshuffled in each epoch from seed + epoch.
+    """Batches of `num_rows` rows, shuffled again in each epoch with seed + epoch.
 
     epoch_rows: another order, whose epochs must all have the same number of batches.
     """
@@ -55,7 +54,7 @@ class BatchOrder:
             self.steps_per_epoch = max(1, self._num_batches(epoch_rows(0)))
 
     def batch(self, step: int) -> tuple[int, Tensor]:
-        """Return (epoch, indices) of the batch that comes after `step` applied steps."""
+        """Return (epoch, row numbers) of the batch after `step` applied steps."""
         epoch, position = divmod(step, self.steps_per_epoch)
         number, place = divmod(position, _BLOCK)
         batches = self._blocks.get((epoch, number))
@@ -89,7 +88,7 @@ class BatchOrder:
 
 
 class StreamOrder:
-    """Batches of rows of a stream, which are numbered without end, since its shards have different
+    """Batches of a stream's rows, numbered without end, since its shards are in different
     epochs."""
 
     steps_per_epoch: Final = 1
@@ -98,12 +97,12 @@ class StreamOrder:
         self.batch_size = batch_size
 
     def batch(self, step: int) -> tuple[int, Tensor]:
-        """Return (0, numbers) of the rows of the batch that comes after `step` applied steps."""
+        """Return (0, row numbers) of the batch after `step` applied steps."""
         return 0, torch.arange(step * self.batch_size, (step + 1) * self.batch_size)
 
 
 def epoch_order(num_rows: int, seed: int) -> Tensor:
-    """Return the order of all rows in one epoch: a permutation of their indices."""
+    """Return a permutation of all rows as the order of one epoch."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 
 
@@ -114,13 +113,13 @@ def epoch_order(num_rows: int, seed: int) -> Tensor:
 MAX_WEIGHTED_ROWS: Final = 1 << 24
 """The limit of torch.multinomial."""
 _WINDOW: Final = 100
-"""The number of batches in a window, unless the job sets it."""
+"""Default number of batches in a window."""
 
 
 def epoch_rows_of(
     job: JobSpec, data: Mapping[str, Dataset], entrypoints: EntryPoints
 ) -> EpochRows | None:
-    """Return the order that a job names; None where rows are shuffled."""
+    """Return the order of rows that a job names; None if rows are shuffled."""
     spec = job.data.order
     if spec is None or spec.by == "shuffle" or "train" not in data or job.only_evaluates:
         return None
@@ -140,15 +139,15 @@ def epoch_rows_of(
 
 
 def _weighted(weights: Tensor, num_drawn: int, seed: int, dataset: Dataset, epoch: int) -> Tensor:
-    """Return rows drawn with replacement, by weight."""
+    """Return rows drawn with replacement by their weights."""
     generator = torch.Generator().manual_seed(seed + epoch)
     drawn = torch.multinomial(weights, num_drawn, replacement=True, generator=generator)
     return _numbered(drawn, dataset)
 
 
 def _numbered(rows: Tensor, dataset: Dataset) -> Tensor:
-    """Add to each row the number of its earlier occurrences in the epoch, times the number of rows,
-    where rows are fetched one by one, so that it draws other random numbers."""
+    """Add num_rows to a row's number for each earlier occurrence in the epoch, so that its random
+    numbers differ; only for rows fetched one by one."""
     if not isinstance(dataset, RowDataset):
         return rows
     ordered, places = torch.sort(rows, stable=True)
@@ -172,8 +171,8 @@ def _bucketed(lengths: Tensor, window: int, batch_size: int, seed: int, epoch: i
 def _users(
     function: Callable[..., Any], dataset: Dataset, job: JobSpec, epoch: int
 ) -> Tensor | list[Tensor]:
-    """Return the result of the user's function for (data set, epoch); it is called twice and must
-    be pure."""
+    """Call the user's function with (data set, epoch), twice, and return its result. Raises
+    InvalidInputError if it is not pure."""
     first, again = (_call_for_order(function, dataset, job.seed, epoch) for _ in range(2))
     if first != again:
         raise InvalidInputError.at(
@@ -217,14 +216,14 @@ def _call_for_order(
 
 
 def _whole(value: Any) -> int | list[int]:
-    """Return a row's number, or a batch of them."""
+    """Return a row number, or a batch of them, as integers."""
     if isinstance(value, Tensor):
         value = value.tolist()
     return [int(row) for row in value] if isinstance(value, Iterable) else int(value)
 
 
 def _numbers(dataset: Dataset, entrypoints: EntryPoints, name: str, key: str) -> Tensor:
-    """Return one number per row, from the user's function."""
+    """Return one number per row from the user's function."""
     function = entrypoints.resolve(name, f"data.order.{key}")
     with user_code(f"computing data.order.{key}"):
         found = torch.as_tensor(function(_as_given(dataset)), dtype=torch.float64).reshape(-1)
@@ -243,7 +242,7 @@ def _numbers(dataset: Dataset, entrypoints: EntryPoints, name: str, key: str) ->
 
 
 def _as_given(dataset: Dataset) -> Any:
-    """Return the data set as the user's function returned it."""
+    """Return the data set that the user's function returned, unwrapped."""
     match dataset:
         case RowDataset():
             return dataset.source

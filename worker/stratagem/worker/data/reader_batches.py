@@ -33,19 +33,19 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 # ---- Layout of a batch ----
 
 _ALIGNMENT_BYTES: Final = 64
-"""The alignment of torch's own allocations, on which the bits of a matrix product depend."""
+"""Alignment of torch's allocations; the bits of a matrix product depend on alignment."""
 
 
 @dataclass(slots=True)
 class Layout:
-    """The tensors of a batch and their places, in the order of discovery."""
+    """The tensors of a batch and their places in memory, in the order they are found."""
 
     tensors: list[tuple[int, Tensor]] = field(default_factory=list)
     size: int = 0
     """The total number of bytes."""
 
     def describe(self, value: Any) -> JSON:
-        """Return the description of a nesting of tensors, which get places here."""
+        """Return the JSON description of nested tensors, and assign a place to each tensor."""
         match value:
             case None:
                 return None
@@ -82,7 +82,7 @@ class Layout:
 
 
 def view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the tensor at a place of a tensor of bytes; an empty one has no place."""
+    """Return the tensor at this offset of the memory; empty tensors have no place."""
     num_bytes = shape.numel() * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
@@ -90,7 +90,7 @@ def view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> 
 
 
 def rebuild(tree: Any, memory: Tensor) -> Any:
-    """Return the batch of a description; its tensors are views of the memory."""
+    """Decode a batch from its description; the tensors are views of the memory."""
     match tree:
         case None:
             return None
@@ -131,7 +131,7 @@ def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
 def _maker(
     module: str, name: str, names: tuple[str, ...], is_list: bool
 ) -> Callable[[list[Any]], Any]:
-    """Return the class of this name if it is loaded here, else a similar one."""
+    """Return a maker of this tuple or list class; of a similar one if it is not loaded."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
@@ -150,12 +150,12 @@ def _maker(
 # batches in use at once; one that is too small is replaced.
 
 _SPARE: Final = 8
-"""A new segment is larger than needed by one part in this many, since batches differ in size."""
+"""New segments are larger than needed by 1 / this, since batches differ in size."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSegment:
-    """A numbered piece of memory."""
+    """A numbered piece of shared memory for batches."""
 
     number: int
     memory: Tensor
@@ -163,7 +163,7 @@ class BatchSegment:
 
 
 class WrittenSegments:
-    """The segments of a reader, in the process that writes them."""
+    """A reader's segments, in the reader process, which writes them."""
 
     def __init__(self) -> None:
         self._free: list[BatchSegment] = []
@@ -171,7 +171,7 @@ class WrittenSegments:
 
     def take(self, size: int) -> tuple[BatchSegment, int | None]:
         """Return a segment of at least `size` bytes and, if it is new, its file, which the caller
-        closes. It may have the number of a smaller one."""
+        closes. A new one may reuse the number of a smaller one."""
         segment = self._free.pop() if self._free else None
         if segment is not None and segment.memory.shape[0] >= size:
             self._used[segment.number] = segment
@@ -187,28 +187,28 @@ class WrittenSegments:
 
 
 class MappedSegments:
-    """The segments of a reader, in the process that reads them."""
+    """A reader's segments, in the worker process, which reads them."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, np.ndarray] = {}
 
     def map(self, number: int, fd: int) -> None:
-        """Map a segment, which replaces an earlier one with its number. Closes the file."""
+        """Map a segment in place of an earlier one with the same number, and close the file."""
         try:
             self._mapped[number] = _mapped(fd)
         finally:
             os.close(fd)
 
     def view(self, number: int, forgotten: Callable[[int], object]) -> Tensor:
-        """Return the bytes of a segment. `forgotten` is called with its number, by any thread,
-        once no tensor refers to them."""
+        """Return the bytes of a segment. forgotten: called with the number, by any thread, once no
+        tensor refers to them."""
         seen = self._mapped[number][:]
         weakref.finalize(seen, forgotten, number).atexit = False
         return torch.from_numpy(seen)
 
 
 def _file(size: int) -> int:
-    """Make a file in memory with its pages; a lack of memory later would kill the process."""
+    """Make an in-memory file, fully allocated: a lack of memory later would kill the process."""
     fd = os.memfd_create("stratagem-batch", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -232,14 +232,14 @@ def _mapped(fd: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ReaderSetup:
-    """The values from which a reader makes the data set of its worker."""
+    """The values from which a reader makes the same data set as its worker."""
 
     function: DataFunction
     seed: int
     entrypoints: EntryPoints
 
     def text(self, sys_path: Sequence[str]) -> str:
-        """Return the setup as the first line. sys_path: the worker's path for imports."""
+        """Encode the setup as the first message. sys_path: the worker's path for imports."""
         return json.dumps(
             {
                 "sys_path": list(sys_path),
@@ -255,14 +255,14 @@ class ReaderSetup:
 
 
 def setup_of(message: Mapping[str, Any]) -> ReaderSetup:
-    """Return the setup of the first line."""
+    """Decode the setup from the first message."""
     entrypoints = EntryPoints(message["allow"], message["import_paths"], message["code"])
     function = DataFunction(message["entrypoint"], message["kwargs"], message["collate"])
     return ReaderSetup(function, message["seed"], entrypoints)
 
 
 def order_text(ticket: int, order: ReadOrder, freed: Sequence[int]) -> str:
-    """Return an order as a line. freed: segments that may be written again."""
+    """Encode an order. freed: segments that may be written again."""
     return json.dumps(
         {
             "ticket": ticket,
@@ -278,7 +278,7 @@ def order_text(ticket: int, order: ReadOrder, freed: Sequence[int]) -> str:
 
 
 def order_of(message: Mapping[str, Any]) -> ReadOrder:
-    """Return the order of a line."""
+    """Decode an order."""
     return ReadOrder(
         message["split"],
         message["num_rows"],
@@ -289,7 +289,7 @@ def order_of(message: Mapping[str, Any]) -> ReadOrder:
 
 
 def error_text(ticket: int, error: StratagemError) -> str:
-    """Return the answer to an order that has failed."""
+    """Encode the answer to a failed order."""
     told: dict[str, Any] = {"ticket": ticket}
     match error:
         case InvalidInputError(violations=violations) if violations:
@@ -302,7 +302,7 @@ def error_text(ticket: int, error: StratagemError) -> str:
 
 
 def error_of(message: Mapping[str, Any]) -> StratagemError | None:
-    """Return the error in an answer, if there is one."""
+    """Decode the error in an answer; None if there is none."""
     if "invalid" in message:
         return InvalidInputError(violations=[Violation(*each) for each in message["invalid"]])
     if "failed" in message:

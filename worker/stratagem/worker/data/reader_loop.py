@@ -37,11 +37,11 @@ from stratagem.worker.user_code.entrypoints import user_code
 # ---- Reader loop ----
 
 _MAX_MADE: Final = 8
-"""The number of cached data sets, where each client has its own."""
+"""Maximum number of cached data sets, if each client has its own."""
 
 
 def serve(fd: int) -> None:
-    """Serve the worker at the other end of the socket until it closes the socket."""
+    """Serve the worker at the other end of the socket until the worker closes it."""
     torch.set_num_threads(1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -61,7 +61,7 @@ def serve(fd: int) -> None:
 
 
 class _Reader:
-    """One reader: its data sets, its memory and the connection to its worker."""
+    """One reader: its data sets, its memory, and the connection to its worker."""
 
     def __init__(self, connection: socket.socket, setup: ReaderSetup) -> None:
         self._connection, self._setup = connection, setup
@@ -69,12 +69,12 @@ class _Reader:
         self._made: OrderedDict[tuple[tuple[str, int], ...], dict[str, Dataset]] = OrderedDict()
 
     def tell(self, level: str, text: str) -> None:
-        """Pass on a line that the user's code has printed or logged."""
+        """Send a line that the user's code has printed or logged to the worker."""
         self._send(json.dumps({"line": [level, text]}))
 
     def prepare(self) -> None:
-        """Make the data before the first order, unless they are a single client's. An error is
-        ignored, since it will recur then."""
+        """Make the data set before the first order, unless each client has its own. Errors are
+        ignored, since they will recur with an order."""
         function = self._setup.function
         with suppress(StratagemError):
             factory = self._setup.entrypoints.bind(function.entrypoint, function.kwargs, "data")
@@ -82,7 +82,7 @@ class _Reader:
                 self._splits(())
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Carry out one order."""
+        """Execute one order and send the answer."""
         for number in message["freed"]:
             self._segments.free(number)
         ticket, order = message["ticket"], order_of(message)
@@ -148,8 +148,8 @@ class _Reader:
 
 _PR_SET_PDEATHSIG: Final = 1
 _OTHERS_SIGNALS: Final = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
-"""Signals that a terminal or a scheduler sends to all processes of a worker, which itself ends its
-readers. Programs that the user's code starts do not inherit a handler that does nothing."""
+"""Signals sent to all processes of a worker, which the worker itself handles. They are ignored by a
+handler that does nothing, since programs started by the user's code do not inherit it."""
 
 
 def _end_with(parent: int) -> None:

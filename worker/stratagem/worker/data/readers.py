@@ -44,7 +44,7 @@ _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREAD
 _CHUNK_BYTES: Final = 1 << 16
 _MAX_FDS: Final = 8
 _PATIENCE_S: Final = 10.0
-"""The wait for a process that has closed its connection, its last action."""
+"""Seconds to wait for the end of a process that has closed its connection."""
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
@@ -76,12 +76,12 @@ class ReaderProcess:
         self.is_dead = False
 
     def fileno(self) -> int:
-        """Return the descriptor to wait at."""
+        """Return the file descriptor of the connection, for waiting."""
         return self._connection.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether the process has not read all messages to it yet."""
+        """True if the process has not received all messages yet."""
         return bool(self._unsent)
 
     @property
@@ -89,13 +89,13 @@ class ReaderProcess:
         return self._process.pid
 
     def order(self, ticket: int, order: ReadOrder) -> None:
-        """Give an order; orders are answered in turn."""
+        """Send an order; a process answers its orders in turn."""
         freed = [self._freed.pop() for _ in range(len(self._freed))]
         self._unsent += order_text(ticket, order, freed).encode() + b"\n"
         self.send()
 
     def send(self) -> None:
-        """Send as much as the process accepts at once."""
+        """Send as much as possible without waiting."""
         try:
             while self._unsent and not self.is_dead:
                 del self._unsent[: self._connection.send(self._unsent)]
@@ -105,7 +105,7 @@ class ReaderProcess:
             self._unsent.clear()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have arrived; `is_dead` is set when there will be no more."""
+        """Yield the messages that have arrived; set `is_dead` if no more will come."""
         while not self.is_dead:
             try:
                 data, fds, _, _ = socket.recv_fds(
@@ -123,8 +123,8 @@ class ReaderProcess:
             yield from map(json.loads, lines)
 
     def batch(self, message: dict[str, Any]) -> tuple[Any, Any]:
-        """Return (x, y) of an answer. The tensors are views of memory that is reused once none of
-        them exists; answers must be passed here in order."""
+        """Decode the answer to an order: (x, y). The tensors are views of memory that is reused
+        once they are gone. Pass answers in order."""
         number, memory = message["segment"], _NOTHING
         if number is not None:
             memory = self._memory(number, is_new=message["is_new"])
@@ -132,7 +132,7 @@ class ReaderProcess:
         return made[0], made[-1]
 
     def end(self) -> str:
-        """End the process; return how it has ended, if it had before."""
+        """End the process; return its exit status if it had ended before."""
         self._connection.close()
         for fd in self._fds:
             os.close(fd)
@@ -153,15 +153,15 @@ class ReaderProcess:
 # ---- Pool of readers of one data set ----
 
 PREFETCH: Final = 2
-"""The batches per reader that are read ahead, unless the job sets it."""
+"""Default number of batches that are read ahead per reader."""
 MAX_DEATHS: Final = 3
-"""The number of readers that may die at one order."""
+"""Maximum number of readers that may die while working on one order."""
 _MAX_ROWS_NAMED: Final = 32
 
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """An order that was given."""
+    """An order that was given to a reader."""
 
     number: int
     order: ReadOrder
@@ -173,11 +173,11 @@ class _Ticket:
 class _Reader:
     process: ReaderProcess
     tickets: deque[_Ticket] = field(default_factory=deque)
-    """The unanswered orders, in order."""
+    """The unanswered orders, oldest first."""
 
 
 class ReaderPool:
-    """Some readers of equal data sets. Used by one thread."""
+    """Readers with equal data sets. Used by one thread."""
 
     def __init__(
         self,
@@ -186,8 +186,8 @@ class ReaderPool:
         prefetch: int = PREFETCH,
         room_for: Callable[["ReaderPool"], int] | None = None,
     ) -> None:
-        """Begin without processes. prefetch: the batches that each reader reads ahead. room_for:
-        returns the number of processes that this pool may have; called for each batch."""
+        """Begin without processes. prefetch: batches that each reader reads ahead. room_for:
+        returns how many processes this pool may have; called for each batch."""
         self._setup, self.num_readers = setup, num_readers
         self._max_ahead, self._room_for = num_readers * prefetch, room_for
         self._readers: list[_Reader] = []
@@ -210,7 +210,7 @@ class ReaderPool:
             self._readers.append(_Reader(self._process()))
 
     def shrink(self, number: int) -> None:
-        """End all processes but `number`, at least one; these get the orders of the others."""
+        """End all processes but `number` (at least one), which take over all orders."""
         while len(self._readers) > max(number, 1):
             ended = self._readers.pop()
             ended.process.end()
@@ -225,7 +225,7 @@ class ReaderPool:
         self._earlier = {}
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
-        """Return (x, y) of an order, as `dataset.read` would. Raises the same errors."""
+        """Return (x, y) of an order, like `dataset.read`, and raise the same errors."""
         ticket = _pop_ticket(self._ahead, order) or self._give(order)
         if ticket is None:
             return dataset.read(order)
@@ -238,7 +238,7 @@ class ReaderPool:
         return ticket.outcome
 
     def stop(self) -> None:
-        """End the processes, which are started again for the next batch."""
+        """End the processes; the next batch starts them again."""
         for reader in self._readers:
             reader.process.end()
         self._readers, self._ahead, self._coming = [], {}, iter(())
@@ -263,7 +263,7 @@ class ReaderPool:
             num_ahead += 1
 
     def _give(self, order: ReadOrder) -> _Ticket | None:
-        """Give an order to a reader; return None where there is no room for a reader."""
+        """Give an order to a reader; return None if the pool may have no reader."""
         self.start()
         if not self._readers:
             self._coming = iter(())  # nothing is read ahead until more is expected
@@ -274,13 +274,13 @@ class ReaderPool:
         return ticket
 
     def _hand(self, ticket: _Ticket) -> None:
-        """Give an order to the reader with the fewest orders."""
+        """Give an order to the reader with the fewest unanswered ones."""
         reader = min(self._readers, key=lambda each: len(each.tickets))
         reader.tickets.append(ticket)
         reader.process.order(ticket.number, ticket.order)
 
     def _receive(self, *, must_wait: bool) -> None:
-        """Take the messages that have arrived."""
+        """Handle the messages that have arrived. must_wait: wait for at least one."""
         poll = select.poll()
         by_fd = {reader.process.fileno(): reader for reader in self._readers}
         for fd, reader in by_fd.items():
@@ -303,7 +303,7 @@ class ReaderPool:
         ticket.outcome = error_of(message) or reader.process.batch(message)
 
     def _replace(self, reader: _Reader) -> None:
-        """Replace a process that has ended."""
+        """Replace a process that has ended, and repeat its orders."""
         how, pid = reader.process.end(), reader.process.pid
         watching.pass_on("WARNING", f"reader {pid} ended ({how}); another takes its place")
         if reader.tickets:
@@ -348,7 +348,7 @@ _Key = tuple[str, str, int, int]
 
 
 class WorkerReaders:
-    """The pools of readers by run and data. Used by one thread."""
+    """The pools of readers, keyed by run and data. Used by one thread."""
 
     def __init__(self, max_readers: int) -> None:
         self._max_readers = max_readers
@@ -382,9 +382,12 @@ class WorkerReaders:
             self._pools.pop(key).stop()
 
     def _room_for(self, coming: ReaderPool) -> int:
-        """Return the number of readers that a pool may have now. A later pool takes readers from
-        the largest one, and leaves it at least one. A pool without readers reads itself: as all
-        pools work in turn, ending the readers of others would start them again and again."""
+        """Return the number of readers that a pool may have now.
+
+        A new pool takes readers from the largest one, but not its last one. A pool without readers
+        reads in the worker: pools take turns, so taking the last reader would restart readers all
+        the time.
+        """
         others = [pool for pool in self._pools.values() if pool is not coming]
         free = self._max_readers - sum(len(pool.pids) for pool in others)
         while free < coming.num_readers and others:

@@ -27,36 +27,36 @@ Collate = Callable[[list[Any]], Any]
 """Makes a batch from a list of rows."""
 
 _OTHERS_TAKE: Final = frozenset({"datasets"})
-"""Packages whose data sets have a `take` with another meaning than ours."""
+"""Packages whose data sets have a method `take` with another meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchKeys:
-    """The keys of a batch's random numbers."""
+    """The keys of the random numbers of a batch's rows and of the batch."""
 
     rows: Key = ("row",)
-    """The key of a row, completed by its number and its earlier occurrences in the epoch."""
+    """Key of a row, extended by its number and its number of earlier occurrences in the epoch."""
     batch: Key = ()
-    """The key of collating."""
+    """Key of collating the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """Everything that determines a batch, beside the job's data."""
+    """All values that determine a batch, besides the job's data."""
 
     split: str
     num_rows: int
     """The number of rows of the split."""
     given: tuple[tuple[str, int], ...]
-    """The arguments of the data function beside the job's keywords."""
+    """Arguments of the data function besides the job's keywords."""
     numbers: tuple[int, ...]
-    """The numbers of the rows, plus `num_rows` for each earlier occurrence in the epoch."""
+    """Row numbers, plus `num_rows` for each earlier occurrence in the epoch."""
     keys: BatchKeys
 
 
 @dataclass(frozen=True, slots=True)
 class RowDataset:
-    """An object with `len()` and `[row]`, and the function that makes a batch of its rows."""
+    """Data set of an object with `len()` and `[row]`, with the function that collates its rows."""
 
     source: Any
     split: str
@@ -68,7 +68,7 @@ class RowDataset:
         return self.num_rows
 
     def row(self, number: int, keys: BatchKeys, occurrence: int = 0) -> Any:
-        """Fetch one row, with the generators seeded for it and not restored."""
+        """Fetch one row after seeding the generators for it; their states are not restored."""
         return self._row(number, mix(*keys.rows), occurrence)
 
     def _row(self, number: int, key: int, occurrence: int) -> Any:
@@ -83,10 +83,10 @@ class RowDataset:
         return ReadOrder(self.split, self.num_rows, self.given, tuple(indices.tolist()), keys)
 
     def read(self, order: ReadOrder) -> tuple[Any, Any]:
-        """Return (x, y) of an order's rows; all generators stay as they were.
+        """Return (x, y) of an order's rows; the states of all generators are restored.
 
-        A batch of two things is input and target; any other one is both at once. Rows are computed
-        by one thread, so their bits do not depend on the worker's number of threads.
+        A pair is input and target; any other batch is both at once. Rows are computed by one
+        thread, so that their bits do not depend on the worker's number of threads.
         """
         if len(self.source) != self.num_rows:
             raise InvalidInputError.at(
@@ -104,7 +104,7 @@ class RowDataset:
                 return collated(rows, self.collate, order.keys, self.split)
 
     def _keyed_rows(self, order: ReadOrder) -> list[Any]:
-        """Fetch rows that may draw at random, each with its key."""
+        """Fetch rows that may draw random numbers, each with its key."""
         key = mix(*order.keys.rows)
         return [self._row(n % self.num_rows, key, n // self.num_rows) for n in order.numbers]
 
@@ -113,7 +113,7 @@ class RowDataset:
         return self.read(self.order(indices, BatchKeys()))
 
     def labels(self) -> Tensor:
-        """Return the target of every row, for a partition by label."""
+        """Return the target of every row, for partitioning by label."""
         key = mix("row", "labels")
         with generators_kept():
             rows = (self._row(number, key, 0) for number in range(self.num_rows))
@@ -142,7 +142,7 @@ def _is_pair(value: object) -> bool:
 
 
 def refuse_loaders(value: object, split: str) -> None:
-    """Refuse objects that decide themselves which rows come next."""
+    """Raise InvalidInputError for objects that select rows themselves, such as loaders."""
     if isinstance(value, DataLoader):
         raise InvalidInputError.at(
             f"data.{split}",
@@ -152,7 +152,7 @@ def refuse_loaders(value: object, split: str) -> None:
 
 
 def has_foreign_take(value: object) -> bool:
-    """Return whether an object's `take` is another function than that of our data sets."""
+    """Return whether an object has a `take` with another meaning than that of our data sets."""
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     return isinstance(value, np.ndarray | Tensor) or bool(packages & _OTHERS_TAKE)
 
@@ -160,7 +160,7 @@ def has_foreign_take(value: object) -> bool:
 def row_dataset(
     value: Any, split: str, collate: Collate | None, given: Mapping[str, int]
 ) -> RowDataset | None:
-    """Return the data set of an object with `len()` and `[row]`; None for any other object."""
+    """Make the data set of an object with `len()` and `[row]`; None for any other object."""
     kind = type(value)
     if isinstance(value, str | bytes | Mapping | tuple) or not hasattr(kind, "__getitem__"):
         return None
@@ -181,11 +181,11 @@ def row_dataset(
 _ARRAYS: Final = frozenset({Tensor, np.ndarray, np.memmap})
 _LEAVES: Final = _ARRAYS | {int, float, bool, str, bytes, np.float32, np.float64, np.int64}
 _COLLATES: Final = dict(default_collate_fn_map)
-"""The functions of `default_collate` by type, before anybody has changed them."""
+"""torch's functions of `default_collate` by type, before anybody changes them."""
 
 
 def rows_without_draws(source: Any, numbers: Sequence[int]) -> list[Any] | None:
-    """Return these rows; None where fetching them may run the user's code, or fails."""
+    """Return these rows; None if fetching them runs code of the user's, or fails."""
     if not _is_plain(source):
         return None
     try:
@@ -197,14 +197,13 @@ def rows_without_draws(source: Any, numbers: Sequence[int]) -> list[Any] | None:
 
 
 def draws_nothing(collate: Callable[[list[Any]], Any], rows: list[Any]) -> bool:
-    """Return whether only torch's code makes a batch of these rows."""
+    """Return whether these rows are collated by torch's code alone."""
     is_torchs = collate is default_collate and default_collate_fn_map == _COLLATES
     return is_torchs and _are_values(rows)
 
 
 def _is_plain(source: Any) -> bool:
-    """Return whether `source[number]` runs no code but Python's, numpy's and torch's. When in
-    doubt, False."""
+    """Return whether `source[number]` surely runs no code but Python's, numpy's and torch's."""
     kind = type(source)
     if kind is TensorDataset:
         return all(type(tensor) is Tensor for tensor in source.tensors)
@@ -216,8 +215,8 @@ def _is_plain(source: Any) -> bool:
 
 
 def _are_values(values: list[Any]) -> bool:
-    """Return whether these values are only arrays, numbers and strings, in lists, tuples, and dicts
-    with strings as keys."""
+    """Return whether all values are arrays, numbers and strings, in lists, tuples and dicts keyed
+    by strings."""
     nested = set(map(type, values)) - _LEAVES
     if not nested:
         return True
@@ -236,20 +235,20 @@ def _are_values(values: list[Any]) -> bool:
 
 
 def seed_users_generators(key: int) -> None:
-    """Seed Python's generator and numpy's, which only the user's code draws from. key: 64 bits."""
+    """Seed the generators of Python and numpy, which only the user's code uses. key: 64 bits."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
 
 
 def seed_generators(key: int) -> None:
-    """Seed all generators of the user's code."""
+    """Seed all generators that the user's code may use."""
     seed_users_generators(key)
     torch.default_generator.manual_seed(key & POSITIVE)
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore all generators at the end of the `with`."""
+    """Context manager that restores all generators at its end."""
     python, numpy = random.getstate(), np.random.get_state()
     of_torch = torch.default_generator.get_state()
     try:
@@ -262,7 +261,7 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread inside the `with`, in the thread that enters it."""
+    """Context manager inside which torch computes with one thread, in this thread."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

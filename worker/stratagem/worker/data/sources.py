@@ -35,16 +35,16 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 # ---- Data sources ----
 
 LocalData = Callable[[int | None], Mapping[str, Dataset]]
-"""Loads the worker's local data by split; the argument is the seed of the job, or None."""
+"""Loads the worker's local data by split, given the job's seed or None."""
 MAX_CLIENTS_KEPT: Final = 64
-"""The number of cached data sets of single clients, where a factory makes them one by one."""
+"""Maximum number of cached data sets of single clients, if the factory makes one per client."""
 SEEDED_FACTORIES: Final = 3
-"""The first number of the rules by which generators are seeded before the entry point is called."""
+"""The first version of `numerics` that seeds generators before the entry point is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientShare:
-    """One client of a federated run."""
+    """One client of a federated run: its number, and the number of clients."""
 
     number: int
     num_clients: int
@@ -54,17 +54,17 @@ class ClientShare:
 class DataSources:
     """The data that operator and caller provide: local files and inline tensors, by name.
 
-    loaders: functions that load the local data defined by the site's file. readers: the processes
-    that fetch rows; None without them.
+    loaders: load the local data defined by the site's file. readers: processes that fetch rows;
+    None without any.
     """
 
     worker_local: Mapping[str, str | Path] = field(default_factory=dict)
     loaders: Mapping[str, LocalData] = field(default_factory=dict)
     inline: Mapping[str, Tensor] | None = None
     known_rows: str = ""
-    """The description of rows by the worker that has built the model; "" without one."""
+    """Description of rows by the worker that built the model; "" if there is none."""
     roots: tuple[Path, ...] | None = None
-    """The folders below which `data.path` must be; None where the caller's process reads it."""
+    """The folders in which `data.path` must be; None if the caller's process reads it."""
     readers: Readers | None = None
 
 
@@ -119,7 +119,7 @@ class ClientData:
         self._own: OrderedDict[ClientShare, dict[str, Dataset]] = OrderedDict()
 
     def of(self, client: ClientShare) -> dict[str, Dataset]:
-        """Return the data sets that this client may use, by split."""
+        """Return the data sets that this client may use, keyed by split."""
         if self.is_made_per_client:
             return self._made_for(client)
         if self._shared is None:
@@ -137,7 +137,7 @@ class ClientData:
 
     @cached_property
     def is_made_per_client(self) -> bool:
-        """Return whether the function that makes the data is given the client."""
+        """True if the function that makes the data gets the client's number."""
         # Cached, as the look-up of the entry point is a third of a round with very short training.
         spec = self._job.data
         if spec.entrypoint is None:
@@ -158,7 +158,7 @@ class ClientData:
 
 
 def _job_path(spec: DataSpec, sources: DataSources) -> Path:
-    """Return the file that a job names, where the operator lets jobs name files."""
+    """Return the path that a job names, which must be in a folder that the operator allows."""
     if spec.path is None:
         raise InvalidInputError.at("data", "names no source")
     if sources.roots is None:
@@ -203,8 +203,8 @@ def _from_entrypoint(
 
 
 def _shares_of_clients(job: JobSpec, factory: Callable[..., Any]) -> Iterable[dict[str, int]]:
-    """Return the arguments of the factory for each client of a federation, in order; none where it
-    takes no client."""
+    """Return the factory's arguments for each client of a federation, in order; none if it takes no
+    client."""
     if not isinstance(job.strategy, Federated) or not _client_arguments(factory, ClientShare(0, 1)):
         return ()
     count = job.strategy.num_clients
@@ -218,10 +218,10 @@ def _with_rows(
     *,
     is_evaluated: bool,
 ) -> dict[str, Dataset]:
-    """Return the data made for the arguments `given`. Where these have no training rows, which is
-    no fault of the run, those of the first of `others` that has any replace them.
+    """Make the data for the arguments `given`. If they have no training rows, which is no error,
+    take the training rows of the first of `others` that has any.
 
-    is_evaluated: the other splits are needed as made for `given`, so an error is raised.
+    is_evaluated: errors are raised, since the other splits are needed as made for `given`.
     """
     splits, failure = dict[str, Dataset](), None
     try:
@@ -250,8 +250,7 @@ def _has_rows(splits: Mapping[str, Dataset]) -> bool:
 def rows_to_compare(
     job: JobSpec, entrypoints: EntryPoints, data: Mapping[str, Dataset], numerics: int
 ) -> str:
-    """Return the description of loaded data; "" where they are made for one client, or by a
-    function that was called without seeded generators."""
+    """Describe loaded data for comparison; "" if they are one client's, or made without seeding."""
     name = job.data.entrypoint
     if name is None or numerics < SEEDED_FACTORIES:
         return ""
@@ -261,7 +260,7 @@ def rows_to_compare(
 
 
 def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
-    """Refuse settings that do not fit the kind of the data sets, and rows that change."""
+    """Raise InvalidInputError for settings that do not fit the data, and for rows that change."""
     streams = [split for split, dataset in splits.items() if isinstance(dataset, StreamDataset)]
     check_streams(job, streams)
     by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]
@@ -284,10 +283,10 @@ def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
 
 
 def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -> dict[str, int]:
-    """Return the client's number and the count of clients, for a factory that takes them.
+    """Return a factory's arguments for client number and count, if it takes them.
 
-    Outside a client's round (building, evaluating) a factory uses its defaults; one without
-    defaults makes the data of client 0 of 1, and see `_with_rows`.
+    Outside of a client's round a factory uses its defaults; one without defaults makes the data of
+    client 0 of 1, and see `_with_rows`.
     """
     parameters = inspect.signature(factory).parameters
     known = client or ClientShare(0, 1)
@@ -303,7 +302,7 @@ def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -
 def _own_rows(
     job: JobSpec, splits: dict[str, Dataset], client: ClientShare | None
 ) -> dict[str, Dataset]:
-    """Reduce the training split to the rows of one client."""
+    """Keep only the client's rows of the training split."""
     if client is None or "train" not in splits:
         return splits
     train = splits["train"]
@@ -314,7 +313,7 @@ def _own_rows(
 
 
 def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
-    """Return the rows of every client."""
+    """Return the rows of each client."""
     labels = None
     if job.partition is not None and job.partition.method != "contiguous":
         with user_code("reading labels"):
@@ -382,7 +381,7 @@ Rows: TypeAlias = NDArray[np.int64]
 
 
 def contiguous(num_rows: int, num_clients: int) -> list[Tensor]:
-    """Return consecutive pieces whose sizes differ by at most one."""
+    """Return consecutive ranges of rows whose sizes differ by at most one."""
     pieces = split_rows(num_rows, num_clients)
     return [torch.arange(piece.start, piece.stop) for piece in pieces]
 

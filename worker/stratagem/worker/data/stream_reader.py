@@ -28,7 +28,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 
 class StreamSource(Protocol):
-    """Shards of rows, the same number of them in each epoch."""
+    """Interface of sources of streams: shards of rows, equally many in each epoch."""
 
     @property
     def num_shards(self) -> int: ...
@@ -98,7 +98,7 @@ def _set_epoch(rows: Any, epoch: int) -> None:
 
 
 def state_of(rows: Iterable[Any]) -> str | None:
-    """Return the state of an iterable, as JSON; None where it has no such state."""
+    """Return the state of an iterable as JSON; None if it has none."""
     state_dict = getattr(rows, "state_dict", None)
     if not (callable(state_dict) and callable(getattr(rows, "load_state_dict", None))):
         return None
@@ -118,7 +118,7 @@ def opened(source: StreamSource, epoch: int, shard: int, state: str | None) -> I
 
 
 def stream_source(value: Any, split: str) -> StreamSource | None:
-    """Return the source of an object whose rows come one after the other; None for any other."""
+    """Return the source of an object that iterates over rows; None for other objects."""
     if not _is_stream(value):
         return None
     with user_code(f"looking at data.{split}"):
@@ -154,35 +154,35 @@ def _is_stream(value: Any) -> bool:
 log = structlog.get_logger(__name__)
 
 _MARK_EVERY: Final = 256
-"""The rows between two marks, since the state of a source takes some 0.1 ms."""
+"""Number of rows between two marks, since saving a source's state takes about 0.1 ms."""
 _NUM_MARKS: Final = 4
-"""The number of marks of the last rows."""
+"""Number of marks that are kept."""
 _SAY_EVERY_S: Final = 10.0
 _END: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place from which a stream can be read again, after `position` rows of it."""
+    """A read position: from here a stream can be read again. position: number of rows before it."""
 
     position: int = 0
     epoch: int = 0
     place: int = 0
-    """The number of the shard among those of the stream."""
+    """Index of the shard among the stream's shards."""
     row: int = 0
-    """The number of rows of the epoch before the mark."""
+    """Number of rows in the epoch before the mark."""
     row_of_shard: int = 0
     state: str | None = None
-    """The state of the source, as JSON; None: the shard is read from its beginning."""
+    """State of the source as JSON; None to read the shard from its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRules:
     """The values that determine the rows of a stream.
 
-    name: that of the split, for errors. key: completed by the epoch and the row's number in it.
-    block_rows: the number of rows that are shuffled together. has_states: states of the source lead
-    to exactly the following rows.
+    name: of the split, for errors. key: of random numbers, extended by epoch and row. block_rows:
+    number of rows shuffled together. has_states: a state of the source determines the rows after
+    it.
     """
 
     split: str
@@ -194,8 +194,8 @@ class StreamRules:
 
 
 class StreamReader:
-    """A reader of the rows of one stream. The caller restores the generators, which are seeded here
-    for each row. Used by one thread."""
+    """Reads the rows of one stream. Used by one thread. It seeds the generators for each row; the
+    caller restores them."""
 
     def __init__(self, source: StreamSource, rules: StreamRules) -> None:
         self._source, self._rules = source, rules
@@ -222,15 +222,15 @@ class StreamReader:
             yield from block
 
     def mark(self) -> Mark:
-        """Return a mark at or before the last row, no further back than its block."""
+        """Return a mark at the last row, or before it in the same block."""
         return self._mark if self._ready else self._here()
 
     def add_mark(self, mark: Mark) -> None:
-        """Add a mark that a reader of the same stream has made."""
+        """Add a mark made by another reader of the same stream."""
         self._marks.append(mark)
 
     def _leaps(self, position: int) -> bool:
-        """Return whether a mark is nearer to a position ahead than the last row."""
+        """Return whether a mark is closer to a later position than the last row is."""
         return any(self._position < mark.position <= position for mark in self._marks)
 
     def _go_to(self, mark: Mark) -> None:
@@ -277,8 +277,8 @@ class StreamReader:
         self._epoch, self._place, self._row, self._row_of_shard = self._epoch + 1, 0, 0, 0
 
     def _read_block(self) -> list[Any]:
-        """Read the rows that are shuffled together, one unless the job sets it; none at the end of
-        an epoch."""
+        """Read the next block: the rows that are shuffled together (one by default), none at the
+        end of an epoch."""
         first, size = self._row, self._rules.block_rows or 1
         rows: list[Any] = []
         while len(rows) < size and (row := self._read()) is not _END:
@@ -316,7 +316,7 @@ class StreamReader:
             self._iterator = iter(self._rows)
 
     def _read_up_to(self, position: int) -> None:
-        """Read and drop many rows; log the progress at intervals."""
+        """Skip rows up to a position; log the progress at intervals."""
         first, began_s = self._position, time.monotonic()
         said_s = began_s
         while self._position < position:

@@ -26,7 +26,7 @@ _NO_KEYS: Final = BatchKeys()
 
 @dataclass(frozen=True, slots=True)
 class StreamLayout:
-    """The cut of steps into rows of streams."""
+    """The assignment of step rows to streams."""
 
     batch_size: int
     num_shards: int
@@ -44,7 +44,7 @@ class StreamLayout:
 
 @dataclass(frozen=True, slots=True)
 class FetchedRows:
-    """Rows that have been read and will be collated."""
+    """Rows that were fetched and are not collated yet."""
 
     rows: list[Any]
     collate: Collate
@@ -61,20 +61,20 @@ class FetchedRows:
             )
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
-        """Return what `batch` returns, for a caller without a key."""
+        """Return the same as `batch`, for a caller without a key."""
         return self.batch(indices, _NO_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedSplit:
-    """A split whose rows come as a stream, before a job determines how to read them."""
+    """A split whose rows come as a stream, before the job's rules for reading it are known."""
 
     source: StreamSource
     split: str
     collate: Collate
 
     def __len__(self) -> int:
-        """Return the number of rows that are numbered before they are read: none."""
+        """Return 0: rows of a stream are not numbered before they are read."""
         return 0
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ class StreamedSplit:
 
 @dataclass(frozen=True, slots=True)
 class StreamDataset:
-    """The streams of a source, and the function that makes a batch of their rows.
+    """Data set of a source's streams, with the function that collates their rows.
 
     part: this client's number and the count of clients, under Federated. Used by one thread.
     """
@@ -96,10 +96,10 @@ class StreamDataset:
     part: tuple[int, int] = (0, 1)
     _readers: dict[int, StreamReader] = field(default_factory=dict, compare=False)
     _marks: dict[int, Mark] = field(default_factory=dict, compare=False)
-    """The marks of streams that are not read here."""
+    """Marks of streams that are not read here."""
 
     def __len__(self) -> int:
-        """Return the number of rows that are numbered before they are read: none."""
+        """Return 0: rows of a stream are not numbered before they are read."""
         return 0
 
     @property
@@ -119,7 +119,7 @@ class StreamDataset:
             return collated(rows, self.collate, keys, self.split)
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
-        """Return what `batch` returns, for a caller without a key."""
+        """Return the same as `batch`, for a caller without a key."""
         return self.batch(indices, _NO_KEYS)
 
     def head(self, num_rows: int) -> FetchedRows:
@@ -130,7 +130,7 @@ class StreamDataset:
             return FetchedRows(rows, self.collate, self.split)
 
     def of_client(self, number: int, num_clients: int) -> "StreamDataset":
-        """Return the part of one federated client: shards c, c + C, ... of the source."""
+        """Return the data set of one federated client: shards c, c + C, ... of the source."""
         if self.source.num_shards < num_clients:
             raise InvalidInputError.at(
                 f"data.{self.split}",
@@ -141,7 +141,7 @@ class StreamDataset:
         return replace(self, part=(number, num_clients), _readers={}, _marks={})
 
     def client_batches(self, client: int, epoch: int) -> Iterator[FetchedRows]:
-        """Yield the batches of one epoch of the client's rows; the last one may be short."""
+        """Yield the batches of one epoch of the client's rows; the last one may be smaller."""
         number, num_clients = self.part
         rules = self._rules(number, num_clients, (self.job.seed, "row", "client", client))
         rows = StreamReader(self.source, rules).epoch_rows(epoch)
@@ -153,21 +153,21 @@ class StreamDataset:
             yield FetchedRows(batch, self.collate, self.split)
 
     def marks(self) -> dict[int, str]:
-        """Return a mark, as JSON, for each stream that is read here, to continue from."""
+        """Return the read position (mark) of each stream that is read here, as JSON."""
         return {
             number: json.dumps(asdict(reader.mark()))
             for number, reader in sorted(self._readers.items())
         }
 
     def add_marks(self, marks: Mapping[int, str]) -> None:
-        """Add marks of any streams; the rows do not depend on them."""
+        """Add read positions of any streams; they do not change any rows."""
         for number, text in marks.items():
             self._marks[number] = mark = Mark(**json.loads(text))
             if number in self._readers:
                 self._readers[number].add_mark(mark)
 
     def check_layout(self) -> None:
-        """Refuse more streams than the source has shards."""
+        """Raise InvalidInputError if there are more streams than shards."""
         num_streams, num_shards = self.layout.num_streams, self.source.num_shards
         if num_streams > num_shards:
             what = "data.streams" if self.job.data.streams else "strategy.num_replicas"

@@ -31,7 +31,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """The numbers of a step that all members know before they apply it."""
+    """Loss, weight and gradient norm of a step, known to all members before they apply it."""
 
     loss: float
     """Mean over `weight` rows or tokens."""
@@ -43,7 +43,7 @@ class StepSummary:
 
 
 def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
-    """Return whether every element of the gradients, whose norm is `norm`, is finite.
+    """Return whether every element of the gradients is finite; `norm` is their 2-norm.
 
     The norm of finite gradients may overflow; only then are the elements looked at one by one.
     """
@@ -53,8 +53,8 @@ def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
 def after_hook(
     summary: StepSummary, hook: Callable[[], None] | None, again: Callable[[], StepSummary]
 ) -> StepSummary:
-    """Have a hook change the gradients of a step, if it is finite; return the summary of what they
-    are then, which `again` makes."""
+    """Call the user's gradient hook unless loss or gradients are not finite; return the summary of
+    the gradients afterwards, which `again` computes."""
     if hook is None or not (summary.is_finite and math.isfinite(summary.loss)):
         return summary
     hook()
@@ -67,15 +67,15 @@ def after_hook(
 
 
 def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
-    """Return the factor of all rates for the update that follows `step` applied ones, of
-    `num_steps` in all."""
+    """Return the factor of all learning rates for the update after `step` updates, of `num_steps`
+    in all."""
     if spec.schedule is None or spec.schedule.entrypoint is not None:
         return 1.0
     return schedule_factor(spec.schedule, step, num_steps)
 
 
 def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Return the schedule's factor of the base rate; warm-up rises linearly and ends at 1.
+    """Return the schedule's factor of the base learning rate; warm-up rises linearly to 1.
 
     Where torch.optim.lr_scheduler has the curve, the factor is that of its scheduler, except that
     `linear` and `cosine` end at `final_lr_fraction` themselves.
@@ -94,7 +94,7 @@ def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Return the factor at a step after the warm-up, of as many."""
+    """Return the schedule's factor at a step after the warm-up; both counts exclude the warm-up."""
     final = spec.final_lr_fraction
     progress = min(1.0, step / num_steps)
     match spec.name:
@@ -121,7 +121,7 @@ def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _share_of_period(spec: ScheduleSpec, step: int) -> float:
-    """Return the share of the current period of `restarts` that is over."""
+    """Return how much of the current period of `restarts` is over, from 0 to 1."""
     period = spec.period_steps or 1
     factor = spec.period_factor or 1
     if factor == 1:
@@ -132,7 +132,7 @@ def _share_of_period(spec: ScheduleSpec, step: int) -> float:
 
 
 def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Return the factor of Smith and Topin (2018): up to the base rate, then down to the end.
+    """Return the factor of the one-cycle schedule (Smith and Topin, 2018): up, then down.
 
     The peak is where torch's OneCycleLR has it: one step before the share of all steps.
     """
@@ -145,14 +145,14 @@ def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _between(start: float, end: float, share: float) -> float:
-    """Return the half wave of a cosine that leads from start (share 0) to end (share 1)."""
+    """Interpolate along half a cosine wave from `start` (share 0) to `end` (share 1)."""
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
 def lower_learning_rates(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, num_reductions: int
 ) -> None:
-    """Lower the rates that the schedule multiplies to those after as many reductions of a plateau,
+    """Set the scheduled learning rates to their values after `num_reductions` plateau reductions,
     counted from the beginning of the training."""
     if spec.plateau is None:
         return
@@ -162,8 +162,7 @@ def lower_learning_rates(
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set the rate of each group, from the next step on, to this factor of the one it was made
-    with."""
+    """Set the learning rate of each parameter group to `factor` times its initial rate."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
@@ -179,13 +178,13 @@ SERIES: Final = "train.lr"
 
 
 class ReportedRates:
-    """The rates of one optimizer's updates. Used by one thread.
+    """Learning rates of one optimizer's updates, for reports. Used by one thread.
 
-    Of an optimizer by entry point that makes groups of its own, it is the rate that the job gives.
+    For a user's optimizer with parameter groups of its own, it is the rate that the job gives.
     """
 
     def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
-        """spec: None where nothing is trained, which has no rates. turn: in which it is used."""
+        """spec: None if nothing is trained. turn: name of the turn that uses the optimizer."""
         rules = () if spec is None else spec.rules()
         groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
         stem = f"{SERIES}.{turn}" if turn else SERIES
@@ -196,16 +195,16 @@ class ReportedRates:
         self._current = self._full
 
     def lower(self, num_reductions: int) -> None:
-        """Take the rates after as many reductions of a plateau, from the next update on."""
+        """Use the rates after `num_reductions` plateau reductions from the next update on."""
         if (plateau := self._plateau) is not None:
             self._current = {
                 name: plateau.reduced(lr, num_reductions) for name, lr in self._full.items()
             }
 
     def of_update(self, factor: float, schedule: ShadowSchedule | None = None) -> dict[str, float]:
-        """Return the rates of the update that comes next, by series.
+        """Return the learning rates of the next update, keyed by series.
 
-        factor: of our own schedule in this step. schedule: the user's, whose values count instead.
+        factor: of the built-in schedule. schedule: the user's, which then sets the rates instead.
         """
         if schedule is not None:
             rates = schedule.learning_rates()
@@ -220,40 +219,40 @@ _SKIPPING: Final = "; accumulation.non_finite: skip_step leaves single such step
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """The tensors that the steps of one model change, and the settings by which they do."""
+    """The tensors that the steps of one model change, with the optimizer and all settings."""
 
     job: JobSpec
     execution: ModelExecution
     params: Sequence[Tensor]
-    """The tensors that the optimizer updates here."""
+    """The parameters that the optimizer updates in this process."""
     optimizer: torch.optim.Optimizer | None
-    """None where this process holds no parameters."""
+    """None if this process holds no parameters."""
     buffers: Buffers | None
     """Restored with a step that is skipped; None for steps without a forward pass."""
     rates: ReportedRates
     numerics: int
     """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
     num_steps: int
-    """The length of a schedule: steps of the whole job, or rounds of clients."""
+    """The length of a learning-rate schedule: steps of the whole job, or rounds of clients."""
     average: WeightAverage | None = None
-    """Takes in the parameters after each update."""
+    """The running average of the weights, updated after each step."""
     schedule: ShadowSchedule | None = None
-    """The user's; one of ours is in the factor of each step."""
+    """The user's learning-rate schedule; a built-in one is in `StepPlace.lr_factor`."""
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Set the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the learning rates to their values after `num_reductions` plateau reductions."""
         self.rates.lower(num_reductions)
         if self.optimizer is not None:
             lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
 
     def begin(self) -> None:
-        """Drop the gradients of an earlier step and remember the buffers."""
+        """Begin a step: drop the gradients of an earlier one and remember the buffers."""
         self.drop_gradients()
         if self.buffers is not None:
             self.buffers.snapshot()
 
     def undo(self) -> None:
-        """Drop the gradients and restore the buffers."""
+        """Undo a step that was not applied: drop its gradients and restore the buffers."""
         self.drop_gradients()
         if self.buffers is not None:
             self.buffers.restore()
@@ -270,42 +269,42 @@ class StepPolicy:
         *,
         is_spoiled: bool = False,
     ) -> StepSummary:
-        """Summarize a step with the gradients in `.grad`. norms: what `parts_of` says of them, if
-        known. is_spoiled: they are known not to be finite."""
+        """Summarize a step with the gradients in `.grad`. norms: the result of `parts_of` for them,
+        if known. is_spoiled: they are known not to be finite."""
         grads = [param.grad for param in self.params if param.grad is not None]
         norm = total_norm(parts_of(grads, self.numerics) if norms is None else norms, self.numerics)
         return StepSummary(loss, weight, norm, not is_spoiled and are_finite(norm, grads))
 
 
 class StepPlace(NamedTuple):
-    """A step among all steps of a training."""
+    """The position of a step in a training, with its learning-rate factor."""
 
     lr_factor: float
     """The factor of all learning rates."""
     activity: str
-    """The step, for error messages."""
+    """The name of the step in error messages."""
     number: int | None = None
-    """Counts from 1; None where messages are to name no number."""
+    """The number of the step, from 1; None if messages are to name no number."""
 
 
 def place_of(policy: StepPolicy, step: int) -> StepPlace:
-    """Return the place of the step that follows `step` applied ones."""
+    """Return the position of the step that follows `step` applied ones."""
     lr_factor = learning_rate_factor(policy.job.optimizer, step, policy.num_steps)
     return StepPlace(lr_factor, f"training step {step + 1}", step + 1)
 
 
 class Applied(NamedTuple):
-    """The outcome of a step."""
+    """The outcome of a step: whether it was applied, and what to report about it."""
 
     is_applied: bool
     learning_rates: Mapping[str, float]
-    """Those of its update, by series."""
+    """The learning rates of the update, keyed by series."""
     phase: str = ""
-    """Under phase training."""
+    """The name of the training phase; empty without phase training."""
     news: Sequence[str] = ()
-    """Sentences for people, likewise."""
+    """Sentences for the run's log about the training phases."""
     is_torn: bool = False
-    """True if updates of others are missing here."""
+    """True if this member lacks the parameters that other members have updated in this step."""
 
 
 def apply_step(
@@ -316,13 +315,13 @@ def apply_step(
     correct: Callable[[Tensor], Tensor] | None = None,
     share: Callable[[], bool] | None = None,
 ) -> Applied:
-    """Make one update with the gradients in `.grad`, unless loss or gradients are not finite: then
-    the step is skipped.
+    """Make one update with the gradients in `.grad`; skip the step if loss or gradients are not
+    finite.
 
-    correct: is given the norm of gradients that will be applied, may change them, and returns their
-    norm then. share: is called once the optimizer has updated what this member owns, and brings
-    what others have updated; False where that has not come yet, so that the average waits for it.
-    Raises UserCodeError for a step that is not finite and may not be skipped.
+    correct: gets the norm of the gradients, may change them, and returns their new norm. share:
+    called after the optimizer's update, to fetch the parameters that other members have updated; it
+    returns False if they have not come, and the weight average then waits for them. Raises
+    UserCodeError for a step that is not finite and may not be skipped.
     """
     lr_factor, activity, number = place
     rates = policy.rates.of_update(lr_factor, policy.schedule)
@@ -355,7 +354,7 @@ def apply_step(
 
 
 def _cure(job: JobSpec) -> str:
-    """Return the words for what is to be lowered, first of all."""
+    """Return advice on which setting to lower after a step that is not finite."""
     strategy, server = job.strategy, ""
     if isinstance(strategy, Federated):
         if strategy.options.server_optimizer is not None:
@@ -367,10 +366,8 @@ def _cure(job: JobSpec) -> str:
 
 
 def _not_finite(summary: StepSummary, *, is_clipped: bool) -> str:
-    """Return the words for what is not finite; "" when all is well.
-
-    is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
-    """
+    """Return a phrase that names what is not finite; "" if all is finite. is_clipped: an infinite
+    norm counts too, since clipping by it would set the gradients to zero."""
     if not math.isfinite(summary.loss):
         return "loss" if summary.weight else "loss (nothing was counted)"
     if not summary.is_finite:

@@ -30,7 +30,7 @@ class _Slot:
 
 
 class Buffers:
-    """All persistent buffers of a model. Non-persistent ones are scratch and left alone."""
+    """All persistent buffers of a model. Non-persistent buffers are ignored."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -46,7 +46,7 @@ class Buffers:
         self._versions = [slot.tensor._version for slot in self._constants]
 
     def snapshot(self) -> None:
-        """Remember the present values as those before the step."""
+        """Remember the present values as those from before the step."""
         _copy(self._base, [slot.tensor for slot in self._slots])
         self._versions = [slot.tensor._version for slot in self._constants]
 
@@ -56,12 +56,12 @@ class Buffers:
         self._write(self._base)
 
     def take_over(self, other: "Buffers") -> None:
-        """Take the values of another model of the same kind, as those before the step."""
+        """Copy the values of another model of the same kind, as those from before the step."""
         self._write([slot.tensor for slot in other._slots])
         self.snapshot()
 
     def contribution(self, shard: int, num_live: int) -> Tensor:
-        """Return what this shard adds to the sum, after its forward pass; 1-d float64."""
+        """Return this shard's buffer changes, its addend to the sum over shards: 1-d float64."""
         self._check_constants()
         return self._changes(shard, num_live) if self._slots else _NOTHING
 
@@ -81,8 +81,8 @@ class Buffers:
         return torch.cat([floats, integers.to(torch.float64)]).cpu()
 
     def apply(self, total: Tensor, num_live: int) -> None:
-        """Set the buffers after the step from the sum of all contributions, which total begins
-        with."""
+        """Set the buffers after the step. total: begins with the sum of all shards'
+        contributions."""
         if self._slots:
             self._set(total[: self.num_elements], num_live)
 
@@ -118,10 +118,10 @@ class Buffers:
 
 @contextmanager
 def constant_buffers(model: nn.Module) -> Iterator[None]:
-    """The time of an evaluation, which must leave the model as it is: each worker evaluates other
-    batches, and would have another model afterwards.
+    """Context manager that checks that an evaluation leaves the model's buffers unchanged.
 
-    Raises UserCodeError with the name of a buffer that a forward pass has changed.
+    Otherwise the workers' models would differ, since each evaluates other batches. Raises
+    UserCodeError with the name of a buffer that a forward pass has changed.
     """
     before = [(slot, slot.tensor._version, _kept(slot.tensor)) for slot in _slots(model)]
     yield

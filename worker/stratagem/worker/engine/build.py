@@ -39,7 +39,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
 class Inference:
-    """Model and data of one session. Used by one thread."""
+    """The model and data of one session that evaluates without training. Used by one thread."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.job, self.model = setup, setup.job, setup.model
@@ -52,10 +52,10 @@ class Inference:
     def part(
         self, split: str, batch: int, outputs: dict[str, Tensor] | None = None
     ) -> EvaluationPart:
-        """The sums over one batch, which do not depend on what was evaluated before.
+        """Return the evaluation sums of one batch, which do not depend on other batches.
 
-        outputs: gets copies of the model's outputs on the CPU, (rows, ...) each: `output`, or
-        `output.<key>` of a model that gives several.
+        outputs: receives copies of the model's outputs on the CPU, (rows, ...) each: `output`, or
+        `output.<key>` if the model returns several.
         """
 
         def keep(output: Any, num_rows: int) -> None:
@@ -67,12 +67,12 @@ class Inference:
             return self.evaluator.part(split, batch, None if outputs is None else keep)
 
     def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """(the model's tensors by name, metadata), copied to the CPU; step 0."""
+        """Return (the model's tensors by name, metadata), copied to the CPU; the step is 0."""
         tensors = state_format.copied(state_format.model_state(self.model))
         return tensors, state_format.state_metadata(step=0)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the model of a state; what else stands in it is passed over."""
+        """Load the model's tensors of a state; other tensors are ignored."""
         state_format.load_model_state(self.model, tensors)
 
 
@@ -108,8 +108,8 @@ def build_trainer(  # noqa: PLR0913  (as many as there are to give)
 ) -> Trainer:
     """Build the trainer of a synchronous job.
 
-    share: of the optimizer's state that is kept here; all of it unless given. fresh: the model is
-    initialised from the seed; otherwise load_state must come first. folder: see build_model.
+    share: the slice of the optimizer's state that is kept here; None: all. fresh: the model is
+    initialised from the seed; otherwise load_state comes first. folder: see build_model.
     """
     return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics, folder), share)
 
@@ -124,7 +124,7 @@ def build_inference(
     numerics: int = CURRENT,
     folder: Path | None = None,
 ) -> Inference:
-    """Build a model of the job that is only run.
+    """Build a model of the job for inference only.
 
     fresh: the model is initialised from the seed; otherwise load_state must come first. folder: see
     build_model.
@@ -142,9 +142,9 @@ def build_gossip_trainer(
     weights: Sequence[Mapping[int, float]] = (),
     numerics: int = CURRENT,
 ) -> GossipTrainer:
-    """Build a trainer of these nodes, each with a model of its own; load_state must come first.
+    """Build a trainer of gossip nodes, each with its own model; load_state must come first.
 
-    weights: of each node's neighbours; needed where the job has a codec.
+    weights: the mixing weights of each node's neighbours; needed if the job has a codec.
     """
     setup = _setup(job, entrypoints, device, False, sources, numerics)
     return GossipTrainer(setup, _models(job, entrypoints, device, nodes, setup), weights)
@@ -159,7 +159,7 @@ def build_local_steps_trainer(
     sources: DataSources | None = None,
     numerics: int = CURRENT,
 ) -> LocalStepsTrainer:
-    """Build a trainer of these replicas, each with a model of its own; load_state must come
+    """Build a trainer of replicas with local steps, each with its own model; load_state must come
     first."""
     setup = _setup(job, entrypoints, device, False, sources, numerics)
     return LocalStepsTrainer(setup, _models(job, entrypoints, device, replicas, setup))
@@ -168,7 +168,7 @@ def build_local_steps_trainer(
 def _models(
     job: JobSpec, entrypoints: EntryPoints, device: torch.device, numbers: range, setup: Setup
 ) -> dict[int, nn.Module]:
-    """Build models that train apart from each other."""
+    """Build one model for each of the numbered nodes or replicas, trained separately."""
     made = {n: build_model(job, entrypoints, device=device, fresh=False) for n in numbers}
     for model in made.values():
         setup.callbacks.built(model)
@@ -204,7 +204,7 @@ def make_setup(
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Setup:
-    """Make the parts of a trainer of this model, which is changed as the job's execution says."""
+    """Collect the parts of a trainer, after changing the model as the job's execution demands."""
     callbacks = make_callbacks(job, entrypoints)
     callbacks.built(model)
     randomness = KeyedRandomness(model, gather.device)
@@ -225,7 +225,7 @@ def collect_setup(  # noqa: PLR0913  (the one place that puts all of them togeth
     callbacks: Callbacks,
     numerics: int,
 ) -> Setup:
-    """Collect the parts of a trainer, and make its evaluator."""
+    """Collect the parts of a trainer, and make its evaluator; the model is used as it is."""
     evaluator = make_evaluator(
         job, entrypoints, model, data, execution, randomness, gather, numerics
     )

@@ -40,10 +40,10 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 @dataclass(slots=True)
 class EvaluationView:
-    """One evaluation that is done, as numbers of the whole split. Nothing in it changes the run."""
+    """The numbers of a finished evaluation of a whole split. Changing it has no effect."""
 
     step: int
-    """Steps behind the state that was evaluated; under Federated, rounds."""
+    """Number of steps applied before the evaluation; under Federated, number of rounds."""
     split: str
     metrics: Mapping[str, float]
     """The loss and the metrics of the job, by name."""
@@ -51,11 +51,11 @@ class EvaluationView:
     wants_end: bool = False
 
     def log(self, name: str, value: float) -> None:
-        """Make a number the value of the series `evaluation.<name>` for what was evaluated."""
+        """Record a number in the series `evaluation.<name>` for this evaluation."""
         add_logged(self.logged, name, value)
 
     def stop(self) -> None:
-        """End the training with the state that was evaluated."""
+        """End the training with the evaluated state."""
         self.wants_end = True
 
 
@@ -66,23 +66,23 @@ class EvaluationView:
 
 @dataclass(slots=True)
 class StepView:
-    """One step that is done, as numbers. It holds no tensor, and nothing in it changes the run."""
+    """The numbers of one finished step, without tensors. Changing it has no effect."""
 
     step: int
     """Counts from 1."""
     loss: float
     weight: float
-    """Rows or tokens that the step learned from; 0 when it was left out."""
+    """Number of rows or tokens that the step learned from; 0 if the step was skipped."""
     num_rows: int
     grad_norm: float
     """2-norm of the whole gradient before clipping."""
     metrics: Mapping[str, float]
-    """Further numbers about the step."""
+    """Further metrics of the step, besides the loss."""
     logged: dict[str, float] = field(default_factory=dict)
     wants_end: bool = False
 
     def log(self, name: str, value: float) -> None:
-        """Make a number part of the series `train.<name>`, which has the latest one of each
+        """Record a number in the series `train.<name>`, which keeps the latest value of each
         segment."""
         add_logged(self.logged, name, value)
 
@@ -92,7 +92,7 @@ class StepView:
 
 
 def add_logged(logged: dict[str, float], name: str, value: float) -> None:
-    """Add a number that the user's code logs of one view; raises ValueError unless it may."""
+    """Record a number that the user's code logs; raises ValueError if it is not allowed."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}; view.log takes finite numbers")
@@ -109,18 +109,18 @@ _FIELD: Final = "callbacks"
 
 
 class Randomness(Protocol):
-    """The seed of all generators that the user's code draws from."""
+    """Seeds the random generators that the user's code draws from."""
 
     def begin(self, *key: int | str) -> None:
-        """Begin what is named by the key."""
+        """Seed the generators from the key."""
 
     def end(self) -> None:
-        """End it."""
+        """Restore the generators to their state before `begin`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """The hooks of a job by name; none where the job names no callbacks. Used by one thread."""
+    """The job's hooks by name; empty if the job names no callbacks. Used by one thread."""
 
     seed: int
     hooks: Mapping[str, Callable[..., object]]
@@ -132,26 +132,26 @@ class Callbacks:
 
     @property
     def sees_steps(self) -> bool:
-        """True if there is a hook that is shown each step."""
+        """True if a hook is called after each step."""
         return "on_step" in self.hooks
 
     @property
     def sees_evaluations(self) -> bool:
-        """True if there is a hook that is shown each evaluation."""
+        """True if a hook is called after each evaluation."""
         return "on_evaluation" in self.hooks
 
     def saw_step(self, view: StepView) -> None:
-        """Call on_step with a step that is done."""
+        """Call on_step for a finished step."""
         with user_code(f"on_step of training step {view.step}"):
             self.hooks["on_step"](view)
 
     def saw_evaluation(self, view: EvaluationView) -> None:
-        """Call on_evaluation with an evaluation that is done."""
+        """Call on_evaluation for a finished evaluation."""
         with user_code(f"on_evaluation after step {view.step}"):
             self.hooks["on_evaluation"](view)
 
     def built(self, model: nn.Module) -> None:
-        """Call on_build with a model that was just built; it may put hooks on its modules.
+        """Call on_build with a newly built model, on whose modules it may register hooks.
 
         Raises InvalidInputError if the model's tensors are others afterwards.
         """
@@ -173,10 +173,10 @@ class Callbacks:
         randomness: Randomness,
         activity: str,
     ) -> None:
-        """Call on_gradients with the gradient that is about to be applied, which it may change in
-        place: that of each parameter in `.grad`, where there is one.
+        """Call on_gradients with the gradients of the parameters, which it may change in place
+        before they are applied.
 
-        step: from 1. key: names the step for random numbers.
+        step: from 1. key: seeds the random numbers of the step.
         """
         gradients = {name: param.grad for name, param in named if param.grad is not None}
         shapes = {name: (grad.shape, grad.dtype) for name, grad in gradients.items()}
@@ -196,7 +196,7 @@ NO_CALLBACKS: Final = Callbacks(0, {})
 
 
 def make_callbacks(job: JobSpec, entrypoints: EntryPoints) -> Callbacks:
-    """Make the object of callbacks that a job names; it is called without arguments.
+    """Make the callbacks object that a job names, by calling its entry point without arguments.
 
     Raises InvalidInputError for hooks that do not exist or do not go with the job's strategy.
     """
@@ -270,7 +270,7 @@ def _why_no_steps(strategy: Strategy, field: str) -> str:
 
 
 def _levels(strategy: Strategy, field: str) -> Iterator[tuple[str, Strategy]]:
-    """Yield the strategy and all inside it, with their paths in the job."""
+    """Yield (path of the field in the job, strategy) for the strategy and all nested in it."""
     yield field, strategy
     inner = getattr(getattr(strategy, "options", None), "inner", None)
     if inner is not None:
@@ -293,7 +293,7 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """The answer of on_step to the latest step."""
+    """The values logged by on_step for the latest step, and if it wants to end the training."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False
@@ -303,22 +303,22 @@ NO_ANSWER: Final = StepAnswer()
 
 
 def wish_of(answer: StepAnswer, *, stop: bool) -> float:
-    """Return what a member adds to the sum of all wishes to stop: after this step, or before it as
-    on_step has asked."""
+    """Return this member's addend to the summed requests to stop. stop: after this step; `answer`
+    may request to stop before this step instead."""
     return float(stop) + (END if answer.wants_end else 0.0)
 
 
 class AnswerExtras:
-    """The part of a step's extras in which what was logged of the step before reaches all members;
-    it has no places where there is no on_step."""
+    """The part of a step's extras that carries the values logged by on_step for the previous step
+    to all members; empty if the job has no on_step."""
 
     def __init__(self, callbacks: Callbacks, first: int) -> None:
-        """first: its first place among the extras."""
+        """Plan the places. first: the index of the first one among the extras."""
         self.num_extras = NUM_EXTRAS if callbacks.sees_steps else 0
         self._first = first
 
     def appended(self, extras: Tensor, shard: int, answer: StepAnswer) -> Tensor:
-        """Return the extras of a shard with what was logged; the first shard alone has it."""
+        """Return the extras of a shard with the logged values, which are zeros but for shard 0."""
         if shard or not answer.logged:
             nothing = torch.zeros(self.num_extras, dtype=torch.float64)
             return torch.cat([extras, nothing])
@@ -326,5 +326,5 @@ class AnswerExtras:
         return torch.cat([extras, packed(logged)])
 
     def taken(self, total: Tensor) -> dict[str, float]:
-        """Return what was logged, of the sums of all extras."""
+        """Return the logged values. total: the sum of the extras over all shards."""
         return means(unpacked(total[self._first : self._first + self.num_extras]))

@@ -35,11 +35,10 @@ _ENGINE: Final = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def run_backward(root: Tensor, begin: Tensor | None) -> None:
-    """Do the same as `root.backward(begin)`, with the same bits; both are 0-d.
+    """Run `root.backward(begin)` faster, with the same bits; both tensors are 0-d.
 
-    For a gradient that it is given torch compares two shapes, with a library for symbolic ones: the
-    first time imports that for 0.4 s, in every process. What has no behaviour of its own for
-    torch's functions is handed to the engine as torch does it then.
+    Given a gradient, torch compares two shapes with a library for symbolic shapes, whose import
+    takes 0.4 s in every process. Tensors that override torch functions take torch's own path.
     """
     if begin is None or _ENGINE is None or type(root) is not Tensor:
         root.backward(begin)
@@ -58,8 +57,8 @@ _REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at in
 def raise_with_names(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> NoReturn:
-    """Raise the error of a backward pass, with the names of the parameters if it is about their
-    gradients."""
+    """Raise the error of a backward pass again, with the names of the parameters whose gradients it
+    is about."""
     named = list(named)
     refuse_sparse_gradients(named)
     names = _names_in(error, roots, named)
@@ -73,8 +72,8 @@ def raise_with_names(
 def _names_in(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> list[str]:
-    """Return the names of the parameters whose gradient the error is about; none if it is about
-    something else."""
+    """Return the names of the parameters whose gradients the error is about; none for other
+    errors."""
     refused = _REFUSED.search(str(error))
     if refused is None:
         return []
@@ -95,7 +94,7 @@ def _names_in(
 
 
 def _nodes(starts: Iterable[Any]) -> list[Any]:
-    """All nodes of the graph behind these, each once."""
+    """Return all nodes of the autograd graph behind `starts`, each once."""
     nodes: dict[int, Any] = {}
     left = [node for node in starts if node is not None]
     while left:
@@ -113,19 +112,19 @@ def _nodes(starts: Iterable[Any]) -> list[Any]:
 # know that all shards have the same ones.
 
 LoggedSums = Mapping[str, tuple[float, float]]
-"""(Σ mean · weight, Σ weight) by name, in order of name."""
+"""(Σ mean · weight, Σ weight) keyed by name, sorted by name."""
 
 _CHARS: Final = 4
-"""Characters to a float64: those of 2^21 shards add up exactly."""
+"""Number of characters packed into a float64: the sum over 2^21 shards is still exact."""
 _PER_NAME: Final = -(-MAX_NAME_CHARS // _CHARS)
 _FIRST_NAME: Final = 2 + 2 * MAX_LOGGED
 NUM_EXTRAS: Final = _FIRST_NAME + _PER_NAME * MAX_LOGGED
-"""Float64 values that the sums of a shard are: how many shards log, checksums, sums, weights, and
-the names."""
+"""Number of float64 values for a shard's logged sums: the number of logging shards, a checksum of
+the names, sums, weights, and the names."""
 
 
 def added(sums: LoggedSums, more: LoggedSums) -> LoggedSums:
-    """Return the sums of both, where a name that one lacks is zero."""
+    """Return the sums of both by name; a missing name counts as zero."""
     both = dict(sums)
     for name, (total, weight) in more.items():
         before, weight_before = both.get(name, (0.0, 0.0))
@@ -134,7 +133,7 @@ def added(sums: LoggedSums, more: LoggedSums) -> LoggedSums:
 
 
 def sums_of(values: Sequence[LossValue]) -> LoggedSums:
-    """Return the sums over micro-batches, added up in order."""
+    """Return the sums of the logged values over micro-batches, added in order."""
     sums: LoggedSums = {}
     for value in values:
         sums = added(sums, {each.name: _sum(each) for each in value.log})
@@ -147,12 +146,12 @@ def _sum(logged: Logged) -> tuple[float, float]:
 
 
 def means(sums: LoggedSums) -> dict[str, float]:
-    """Return the weighted means, of those that have any weight."""
+    """Return the weighted mean of each name; names without weight are left out."""
     return {name: total / weight for name, (total, weight) in sums.items() if weight}
 
 
 def packed(sums: LoggedSums) -> Tensor:
-    """Return the sums of a shard as `NUM_EXTRAS` float64 values; zeros where nothing is logged."""
+    """Encode the sums of a shard as `NUM_EXTRAS` float64 values; all zeros if nothing is logged."""
     names, values = tuple(sums), [0.0] * NUM_EXTRAS
     if names:
         values[:2] = [1.0, _checksum(names)]
@@ -164,7 +163,7 @@ def packed(sums: LoggedSums) -> Tensor:
 
 
 def unpacked(total: Tensor, own: Sequence[str] | None = None) -> LoggedSums:
-    """Return the sums over all shards, of the sum of what `packed` gave.
+    """Decode the sums over all shards. total: the sum of the results of `packed`.
 
     own: the names that shards of this member have, if it has any. Raises UserCodeError unless all
     shards have the same names.
@@ -205,7 +204,7 @@ def _checksum(names: tuple[str, ...]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The loss over some rows: Σ mean loss · weight, and the weight, in rows or tokens."""
+    """The loss over some rows: Σ mean loss · weight, and Σ weight in rows or tokens."""
 
     loss_sum: float
     weight: float
@@ -213,14 +212,14 @@ class Counted:
 
     @property
     def loss(self) -> float:
-        """The mean loss; the sum where nothing was counted, so that what is not finite stays so."""
+        """The mean loss; `loss_sum` if the weight is 0, so that a non-finite loss stays visible."""
         return self.loss_sum / self.weight if self.weight else self.loss_sum
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a data set, the words for errors in working on them, and the key that their
-    random numbers have in this epoch."""
+    """Some rows of a data set, their name in error messages, and the key of their random numbers in
+    this epoch."""
 
     dataset: Dataset
     indices: Tensor
@@ -230,11 +229,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The micro-batches that one share of a step is computed in.
+    """The micro-batches of one shard's part of a step, and callbacks around them.
 
-    cuts: places in the rows, in order. key: names micro-batch number m of it; what is drawn at
-    random depends on that alone. before: called with m before micro-batch m; before_backward with
-    the weight so far between its forward and its backward pass.
+    cuts: the ranges of rows, in order. key: returns the key of a micro-batch's random numbers.
+    before: called with the number of each micro-batch before its forward pass. before_backward:
+    called with the weight so far before each backward pass.
     """
 
     cuts: Sequence[range]
@@ -244,27 +243,27 @@ class Window:
 
 
 def part(rows: Tensor, cut: range) -> Tensor:
-    """rows[cut], which is often all of them: to look is quicker than to slice."""
+    """Return rows[cut]; if the cut covers all rows, `rows` itself, which is faster."""
     return rows if len(cut) == rows.shape[0] else rows[cut.start : cut.stop]
 
 
 def micro_batches(rows: Rows, cuts: Sequence[range], key: Callable[[int], Key]) -> Iterator[Coming]:
-    """The micro-batches of some rows, as they will be read."""
+    """Yield each micro-batch of the rows as arguments of `Gather`, for reading ahead."""
     for number, cut in enumerate(cuts):
         yield rows.dataset, part(rows.indices, cut), BatchKeys(rows.key, key(number))
 
 
 @dataclass(slots=True)
 class Start:
-    """The gradient that backward begins with: a weight, which is mostly that of the step before."""
+    """A cache of backward's initial gradient: the weight, mostly equal in all steps."""
 
     latest: Tensor | None = None
     weight: float = 0.0
     is_first: bool = True
-    """True until a backward pass has begun with it."""
+    """True until the first backward pass."""
 
     def of(self, mean: Tensor, weight: float) -> Tensor:
-        """0-d, like the mean loss."""
+        """Return the weight as a 0-d tensor like `mean`; reuse the latest one if possible."""
         latest = self.latest
         if (
             latest is None
@@ -280,10 +279,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """A model with what it takes to compute its gradients. Used by one thread.
+    """Computes the gradients of a model over rows. Used by one thread.
 
-    A window is one transaction: an error in any micro-batch ends it, and the owner of the
-    gradients drops them all. So does the end of a plan that nobody wants, between two of them.
+    A window is one transaction: an error in any micro-batch ends it, and the caller drops all its
+    gradients. A cancelled plan ends it too, between two micro-batches.
     """
 
     model: nn.Module
@@ -293,16 +292,17 @@ class Passes:
     execution: ModelExecution
     start: Start = field(default_factory=Start)
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    """The time of the forward and the backward pass of a micro-batch."""
+    """Returns a context manager for the forward and backward pass of each micro-batch."""
 
     def add_sums(self, rows: Rows, window: Window) -> Counted:
         """Add the gradient of mean · weight · scale of each micro-batch to `.grad`, in order."""
         return self._run(rows, window, is_weighted=True)
 
     def add_mean(self, rows: Rows, window: Window, *, must_divide: bool) -> Counted:
-        """Make `.grad` (None before) the gradient of the mean over the whole window, or of the
-        sum. One micro-batch's mean is differentiated as it is; several are added up weighted and
-        divided once."""
+        """Set `.grad`, so far None, to the gradient of the mean (or sum) over the window.
+
+        Several micro-batches are added with their weights and divided once; one is used directly.
+        """
         is_weighted = len(window.cuts) > 1 or not must_divide
         counted = self._run(rows, window, is_weighted=is_weighted)
         if is_weighted and must_divide and counted.weight:
@@ -344,7 +344,7 @@ class Passes:
         before_backward: Callable[[float], None],
         is_weighted: bool,
     ) -> LossValue:
-        """Forward and backward of one micro-batch; its loss, as plain numbers."""
+        """Run forward and backward of one micro-batch; return its loss, detached."""
         x, y = self.gather(rows.dataset, rows.indices, rows.activity, keys)
         with self.around():
             return self._pass(rows, x, y, before_backward, is_weighted)

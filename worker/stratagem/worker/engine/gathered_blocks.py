@@ -25,7 +25,7 @@ from stratagem.worker.exchange.transports import ParameterTransport
 _FIELD: Final = "strategy.options.partition_state"
 _NAME: Final = "_stratagem_name"
 _REST: Final = 0
-"""The number of the block of parameters that belong to no other one."""
+"""Number of the block with parameters that belong to no block of the model, or to several."""
 _WITHOUT_VALUES: Final = frozenset(
     {
         *(Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.element_size),
@@ -39,12 +39,11 @@ _WITHOUT_VALUES: Final = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("is_sparse", "_version")),
     }
 )
-"""The functions that may be called with a parameter that is not here."""
+"""The functions that may be called with a parameter whose values are not in memory."""
 
 
 class AbsentParameter(nn.Parameter):
-    """The class of a parameter while its values are not here: to read them is an error, not a
-    wrong number."""
+    """Class of a parameter while its values are not in memory: reading them raises an error."""
 
     @classmethod
     def __torch_function__(
@@ -63,26 +62,26 @@ class AbsentParameter(nn.Parameter):
 
 
 class _Place(NamedTuple):
-    """The note that autograd keeps of a tensor that is (a part of) a parameter."""
+    """A placeholder that autograd saves instead of a parameter or a view of one."""
 
     block: int
     number: int
-    """The place of the parameter in the block."""
+    """The index of the parameter in the block."""
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 class ParameterBlock(NamedTuple):
-    """Parameters that are gathered at once."""
+    """Parameters that are gathered together."""
 
     indices: tuple[int, ...]
-    """The places of its parameters among all of them."""
+    """The indices of the block's parameters among all parameters."""
     params: tuple[nn.Parameter, ...]
 
 
 class GatheredBlocks:
-    """The parameters of one model. Used by one thread."""
+    """Gathers a model's parameters block by block when needed. Used by one thread."""
 
     def __init__(
         self,
@@ -91,8 +90,8 @@ class GatheredBlocks:
         owners: SliceOwners,
         whole: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        """modules: the blocks; they must be of the model whose `params` these are. whole: its other
-        tensors, which stay."""
+        """Register hooks on the blocks. modules: the blocks of the model that has `params`. whole:
+        its other tensors, which always stay in memory."""
         _check_storage(params, whole)
         self._params = [param for _, param in params]
         self._absent = [
@@ -108,25 +107,25 @@ class GatheredBlocks:
             [param.element_size() for param in self._params],
         )
         self._depths = [0] * len(self._blocks)
-        """The calls of each that are under way: while there is one its parameters stay."""
+        """The number of running forward calls per block; parameters stay while there is one."""
         self._versions: list[list[int]] = [[] for _ in self._blocks]
-        """The versions of the parameters when the outermost call began."""
+        """Per block, the tensor versions of the parameters when the outermost call began."""
         self._whole: dict[int, list[Tensor]] = {}
-        """The parameters of blocks that are here."""
+        """The gathered parameters, keyed by block."""
         self._places: dict[int, tuple[int, int]] = {}
-        """The block, and the number in it, by address of a storage."""
+        """(block, index in the block) of each gathered parameter, keyed by storage address."""
         self._transport: ParameterTransport | None = None
         for number, module in enumerate(_own_modules(modules, self._blocks[1:]), start=1):
             module.register_forward_pre_hook(self._before(number), prepend=True)
             module.register_forward_hook(self._after(number), always_call=True)
 
     def connect(self, transport: ParameterTransport) -> None:
-        """Have blocks come from here from now on."""
+        """Fetch blocks over this transport from now on."""
         self._transport = transport
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """The time in which the model is run, forward and backward."""
+        """Context manager around the forward and backward passes of the model."""
         self._put(_REST)
         before = self._versions_of(_REST)
         try:
@@ -143,7 +142,7 @@ class GatheredBlocks:
             self._transport.end_passes()
 
     def leave(self) -> None:
-        """Free all parameters."""
+        """Free the memory of all parameters."""
         for number in range(len(self._blocks)):
             self._depths[number] = 0
             self._take_away(number)
@@ -151,7 +150,7 @@ class GatheredBlocks:
         self._places.clear()
 
     def make_whole(self) -> None:
-        """Give all parameters storage without values."""
+        """Give all parameters uninitialised storage of full size, to be filled by the caller."""
         for param in self._params:
             param.__class__ = nn.Parameter
             param.data = torch.empty_like(param, memory_format=torch.contiguous_format)
@@ -172,8 +171,7 @@ class GatheredBlocks:
             param.__class__ = AbsentParameter
 
     def _gathered(self, number: int) -> list[Tensor]:
-        """Return the parameters of a block, whole; the others that nobody computes with are
-        freed."""
+        """Return the full parameters of a block; free other blocks that are not in use."""
         found = self._whole.get(number)
         if found is not None:
             return found
@@ -191,7 +189,7 @@ class GatheredBlocks:
 
     @torch.no_grad()
     def _gather(self, number: int) -> list[Tensor]:
-        """Bring a block's parameters into fresh storage."""
+        """Fetch a block's parameters into newly allocated storage."""
         if self._transport is None:
             raise RuntimeError("connect comes first")
         block = self._blocks[number]
@@ -248,7 +246,7 @@ class GatheredBlocks:
         return [param._version for param in self._blocks[number].params]
 
     def _pack(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps of a tensor that it saves."""
+        """Return what autograd saves: a placeholder for (parts of) gathered parameters."""
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             found = self._places.get(tensor.untyped_storage().data_ptr())
             if found is not None and tensor.dtype == self._whole[found[0]][found[1]].dtype:
@@ -286,8 +284,8 @@ def _flat(values: Any) -> Iterator[Any]:
 def _check_storage(
     params: Sequence[tuple[str, nn.Parameter]], whole: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Raise InvalidInputError for parameters that cannot be gathered into storage of their own, or
-    that other tensors would no longer follow."""
+    """Raise InvalidInputError for parameters that cannot be gathered into separate storage, or that
+    share storage with other tensors."""
     seen: dict[int, str] = {}
     for name, param in params:
         if param.numel():
@@ -298,7 +296,7 @@ def _check_storage(
 
 
 def _check_alone(holder: str, name: str) -> None:
-    """Raise InvalidInputError where storage has another holder than the tensor of this name."""
+    """Raise InvalidInputError if another tensor than the one of this name uses the same storage."""
     if holder != name:
         text = f"full needs parameters with storage of their own; {holder} and {name} share one"
         raise InvalidInputError.at(_FIELD, text)
@@ -307,7 +305,7 @@ def _check_alone(holder: str, name: str) -> None:
 def divide_parameters(
     params: Sequence[nn.Parameter], modules: Sequence[nn.Module]
 ) -> list[ParameterBlock]:
-    """Return the blocks, of which the first has what belongs to none or to several modules."""
+    """Return the blocks of parameters; the first has those that belong to no or several modules."""
     index_of = {id(param): index for index, param in enumerate(params)}
     users: dict[int, set[int]] = {index: set() for index in range(len(params))}
     for number, module in enumerate(modules):
@@ -323,7 +321,7 @@ def divide_parameters(
 
 
 def _own_modules(modules: Sequence[nn.Module], blocks: Sequence[ParameterBlock]) -> list[nn.Module]:
-    """Return the module of each block."""
+    """Return for each block the module that it belongs to."""
     found = []
     for block in blocks:
         wanted = id(block.params[0])

@@ -38,18 +38,18 @@ from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShar
 # ---- Gossip trainer ----
 
 _NUM_COLUMNS: Final = 6
-"""Columns of the table in which a segment's summary is added up."""
+"""Number of columns of the table that sums up a segment."""
 
 
 NODE: Final = "node"
-"""The name for a model here."""
+"""The word for a model in series and tensor names here."""
 
 
 class GossipTrainer:
-    """The nodes of one member. Used by one thread."""
+    """Trainer of the gossip nodes that one member owns. Used by one thread."""
 
     is_sole_copy: Final = True
-    """No other member has these nodes."""
+    """True: no other member holds these nodes."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class GossipTrainer:
         models: Mapping[int, nn.Module],
         weights: Sequence[Mapping[int, float]] = (),
     ) -> None:
-        """setup.model becomes the mean of all nodes at the end of each segment; models by node.
-        weights: of each node's neighbours; needed where the job has a codec."""
+        """setup.model: becomes the mean of all nodes at the end of each segment. models: keyed by
+        node. weights: mixing weights of each node's neighbours; needed if the job has a codec."""
         job = setup.job
         self.setup, self.model, self.callbacks = setup, setup.model, setup.callbacks
         self._models = LocalModels(setup, models, NODE)
@@ -74,14 +74,14 @@ class GossipTrainer:
         assert isinstance(strategy, DataParallel)
         self._consensus_every = strategy.options.consensus_every
         self._measured: dict[str, float] = {}
-        """The newest exact distance, which is shown until there is another one."""
+        """The latest exact consensus distance, shown until the next measurement."""
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Have the micro-batches of the nodes' coming steps read ahead."""
+        """Announce the coming steps, so that the micro-batches of the own nodes are read ahead."""
         self._models.expect(num_shards, self.step, to_step)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Set the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the learning rates to their values after `num_reductions` plateau reductions."""
         self._models.lower_rates(num_reductions)
 
     def train_step(
@@ -93,12 +93,11 @@ class GossipTrainer:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """A local step of each own node, then one round of mixing. A node is a shard; nodes have no
-        step in common after which they could stop.
+        """Make a local step of each own node, then one round of mixing.
 
-        Loss and neighbour distance are the own nodes'; the consensus distance, where the job asks
-        for it, is of all nodes after mixing. After an error the nodes are at different
-        steps, and the trainer is of no more use.
+        A node is a shard; `stop` is ignored, as nodes have no step in common. Loss and neighbour
+        distance cover the own nodes; the consensus distance, if the job asks for it, covers all
+        nodes after mixing. After an error the trainer cannot be used any more.
         """
         taken = self._models.take_step(self.step, owned, num_shards)
         failpoint("worker.gossip.before_mix")
@@ -124,10 +123,11 @@ class GossipTrainer:
         )
 
     def end_segment(self, exchange: GossipExchange, tally: Tally) -> SegmentSummary:
-        """Make `model` the mean of all nodes; the summary, over all nodes, says how far they are
-        from it. The sums of the own nodes are kept here, not taken from the tally.
+        """Set `model` to the mean of all nodes; return the summary over all nodes, with their
+        distance to the mean.
 
-        The mean is over float64 values in order of node, rounded once; integers are node 0's.
+        The sums of the own nodes are kept here, not taken from the tally. The mean is over float64
+        values in order of node, rounded once; integers are node 0's.
         """
         self._models.check_form()
         models = {number: node.model for number, node in self._nodes.items()}
@@ -167,7 +167,7 @@ class GossipTrainer:
         )
 
     def _sum_logged(self, exchange: GossipExchange) -> LoggedSums:
-        """Return what all nodes have logged in this segment."""
+        """Return the values that all nodes have logged in this segment."""
         if not self.setup.objective.may_log:
             return {}
         own = {number: node.sums.logged for number, node in self._nodes.items()}
@@ -182,20 +182,20 @@ class GossipTrainer:
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Return the sums of the share's batches."""
+        """Evaluate the share's batches on the mean; return their sums."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copy on the CPU in order of name: `node<i>/…` of the own nodes, and the first
-        member's mean. into: see `state_format.copied`."""
+        """Copy the state to the CPU, sorted by name: `node<i>/…` of the own nodes, and the mean on
+        the first member. into: see `state_format.copied`."""
         tensors, metadata = self._state(is_first=is_first)
         return state_format.copied(tensors, into), metadata
 
     def _state(self, *, is_first: bool) -> State:
-        """Return what `copy_state` copies."""
+        """Return the live tensors and metadata that `copy_state` copies."""
         tensors: dict[str, Tensor] = state_format.model_state(self.model) if is_first else {}
         metadata = state_format.state_metadata(self.step)
         for number, node in self._nodes.items():
@@ -211,7 +211,7 @@ class GossipTrainer:
         return dict(sorted(tensors.items())), metadata
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continue from a state of all nodes; from a state without nodes, each begins there."""
+        """Load a state of all nodes; a state without nodes initialises every node."""
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         for number, node in self._nodes.items():
@@ -226,12 +226,12 @@ class GossipTrainer:
         self.step = step
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of what this member holds: its nodes and the mean."""
+        """Return a fingerprint of this member's nodes and the mean."""
         return state_format.fingerprint(*self._state(is_first=True))
 
 
 def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
-    """The node's values at its place, zeros elsewhere."""
+    """Return a table row per node with the values in the row of this node and zeros elsewhere."""
     table = torch.zeros(num_nodes, len(values), dtype=torch.float64)
     table[number] = torch.tensor(values, dtype=torch.float64)
     return table.reshape(-1)
@@ -242,7 +242,7 @@ def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
 
 @torch.no_grad()
 def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[Tensor]]) -> float:
-    """Compute sqrt(Σ_i ‖x_i - mean‖² / N) over the parameters x_i of all N nodes.
+    """Compute the nodes' root mean square distance to their mean: sqrt(Σ_i ‖x_i - mean‖² / N).
 
     tensors: of the own nodes, of the same shapes everywhere. All members call it equally often and
     get the same bits, independent of who owns which nodes. The mean takes one sum over all nodes in
@@ -280,8 +280,8 @@ def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[
 def take_mean(
     mean: nn.Module, nodes: Mapping[int, nn.Module], exchange: GossipExchange
 ) -> dict[int, float]:
-    """Set `mean` to that of all nodes, of which these are the own ones; return for each of those
-    the squared distance of its parameters to it."""
+    """Set `mean` to the mean of all nodes; return the squared distance of each own node to it.
+    nodes: the own ones."""
     own = {number: _averaged(node) for number, node in nodes.items()}
     target, is_param = _averaged(mean), _is_trainable(mean)
     buckets = plan_buckets(target)
@@ -311,7 +311,7 @@ def take_mean(
 def _copy_integers(
     mean: nn.Module, nodes: Mapping[int, nn.Module], exchange: GossipExchange
 ) -> None:
-    """Counters and the like are node 0's, through float64, which holds them exactly."""
+    """Copy node 0's integer tensors (counters) into `mean`, through float64, which is exact."""
     own = {number: _integers(node) for number, node in nodes.items()}
     target = _integers(mean)
 
@@ -325,7 +325,7 @@ def _copy_integers(
 
 
 def _stored(model: nn.Module) -> list[Tensor]:
-    """The tensors of the state_dict, tied ones once."""
+    """Return the tensors of the state_dict, each tied tensor once."""
     return list({id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
 
 

@@ -44,19 +44,19 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class LocalSums:
-    """Sums of one model over steps."""
+    """Sums of one model's numbers over some steps."""
 
     weight: float = 0.0
     loss: float = 0.0
     moved: float = 0.0
-    """Squared distance that mixing moved a node, added up."""
+    """Sum of the squared distances that mixing moved the node."""
     grad_norm: float = 0.0
-    """The largest before clipping, of those that are finite."""
+    """The largest finite gradient norm before clipping."""
     num_skipped: int = 0
     logged: LoggedSums = field(default_factory=dict)
 
     def add(self, report: LocalReport) -> None:
-        """Account for a local step."""
+        """Add the numbers of a local step."""
         if report.is_skipped:
             self.num_skipped += 1
             return
@@ -69,7 +69,7 @@ class LocalSums:
 
 @dataclass(slots=True)
 class LocalModel:
-    """One model, with nothing in common with the others but the job."""
+    """A model that trains separately, with its optimizer, buffers and sums."""
 
     model: nn.Module
     params: list[tuple[str, nn.Parameter]]
@@ -79,12 +79,12 @@ class LocalModel:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that are joined with those of others: all trainable parameters."""
+        """All trainable parameters, which are averaged with those of the other models."""
         return [param.detach() for _, param in self.params]
 
 
 def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalModel:
-    """Return what trains this model, for so many steps of the whole job."""
+    """Make the local trainer of this model. num_steps: of the whole job."""
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = setup.optimizer_of(params)
     randomness = KeyedRandomness(model, setup.gather.device)
@@ -106,24 +106,24 @@ def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalMod
 
 
 def recorded_part(kind: str, number: int, report: LocalReport) -> PartReport:
-    """Return what is recorded of the step of a model of this kind, such as "node"."""
+    """Return the step-history entry of a model. kind: such as "node"."""
     counted = report.counted
     numbers = {"loss": counted.loss, "grad_norm": report.grad_norm, **means(counted.logged)}
     return PartReport(f"{kind}/{number}", {**in_training(numbers), **report.learning_rates})
 
 
 def in_training(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return numbers under the names of series of the training."""
+    """Return the numbers keyed by training series instead of by plain name."""
     return {f"train.{name}": value for name, value in numbers.items()}
 
 
 def prefix_of(kind: str, number: int) -> str:
-    """Return what the names of a model begin with in the state of all of them."""
+    """Return the prefix of a model's tensor names in the common state, such as `node3/`."""
     return f"{kind}{number}/"
 
 
 def own_part(kind: str, number: int, named: Mapping[str, Value]) -> dict[str, Value]:
-    """Return what is one model's in the state of all of them, under its own names."""
+    """Return one model's entries of the common state, without their prefix."""
     prefix = prefix_of(kind, number)
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 
@@ -132,18 +132,18 @@ def own_part(kind: str, number: int, named: Mapping[str, Value]) -> dict[str, Va
 
 
 class LocalSteps(NamedTuple):
-    """A step of all models of a member."""
+    """The results of one step of all models of a member."""
 
     sums: LocalSums
     num_rows: int
     """The rows of the global batch."""
     parts: list[PartReport]
     learning_rates: Mapping[str, float]
-    """The rates of the first one's update."""
+    """The learning rates of the first model's update."""
 
     def report(self, step: int, wait_s: float) -> StepReport:
-        """Return the report of the step, of what this member knows alone; the models have no step
-        in common after which they could stop."""
+        """Return the report of the step over this member's models; it never requests a stop, since
+        the models have no common step."""
         own = self.sums
         return StepReport(
             step=step,
@@ -161,10 +161,10 @@ class LocalSteps(NamedTuple):
 
 
 class LocalModels:
-    """Models by the number of their shard."""
+    """The separately trained models of one member, keyed by shard. Used by one thread."""
 
     def __init__(self, setup: Setup, models: Mapping[int, nn.Module], kind: str) -> None:
-        """kind: what each is called in the step history, such as "node"."""
+        """Begin with these models. kind: their name in the step history, such as "node"."""
         self._setup, self._job, self._kind = setup, setup.job, kind
         self.rows = TrainingRows(setup)
         self.num_steps = self.rows.num_steps
@@ -176,13 +176,13 @@ class LocalModels:
             raise InvalidInputError.at("model", "has no trainable parameter")
 
     def check_form(self) -> None:
-        """Raise UserCodeError if training has changed which tensors a model has; before they are
-        joined."""
+        """Raise UserCodeError if training has changed a model's set of tensors; called before
+        joining."""
         for model in self.by_number.values():
             model.saved.form.check()
 
     def expect(self, num_shards: int, step: int, to_step: int) -> None:
-        """Have the micro-batches of the models' coming steps read ahead."""
+        """Announce the coming steps, so that the micro-batches of the models are read ahead."""
         self._setup.gather.expect(self._coming(num_shards, step, to_step))
 
     def _coming(self, num_shards: int, step: int, to_step: int) -> Iterator[Coming]:
@@ -198,13 +198,13 @@ class LocalModels:
         return (self._job.seed, step, number, micro_batch)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Set the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the learning rates to their values after `num_reductions` plateau reductions."""
         for model in self.by_number.values():
             model.local_step.turn.policy.lower_rates(num_reductions)
 
     def take_step(self, step: int, owned: range, num_shards: int) -> LocalSteps:
-        """Make one step of each model, which follows `step` others. One whose shard has no rows
-        stays as it is. After an error the models are at different steps."""
+        """Make one step of each model, after `step` earlier ones. A model whose shard has no rows
+        is unchanged. After an error the models are at different steps."""
         if [*owned] != [*self.by_number]:
             raise ValueError(f"the models here are {[*self.by_number]}, not {[*owned]}")
         batch = self.rows.batch(step)
@@ -228,7 +228,7 @@ class LocalModels:
     def _one_step(
         self, step: int, number: int, model: LocalModel, rows: Rows, place: StepPlace
     ) -> LocalReport:
-        """One optimizer step with the mean gradient of the rows."""
+        """Make one optimizer step of a model with the mean gradient over the rows."""
         model.model.train()
         window = Window(
             self.rows.window.cut(len(rows.indices)),

@@ -59,17 +59,17 @@ from stratagem.worker.user_code.entrypoints import user_code
 # as they are over shards, and sums over the local steps since the previous cut.
 
 _NUM_NUMBERS = 3
-"""Weight, sum of the loss, skipped steps."""
+"""Number of these values per fragment: weight, sum of the loss, skipped steps."""
 
 
 class JoinReport(NamedTuple):
-    """The numbers that all members know after a step that has joined something."""
+    """The numbers that all members know after a step in which replicas were joined."""
 
     numbers: dict[str, float]
     wait_s: float
     drifts: dict[int, float]
-    """The distance of each own replica from what all have in common, over the parameters of the
-    fragments that were cut; empty where none was."""
+    """Distance of each own replica from the common parameters, over the fragments cut in this step;
+    empty if none was."""
 
 
 @dataclass(slots=True)
@@ -84,10 +84,10 @@ class JoinedSums:
 
 
 class OuterSteps:
-    """Joins the replicas of this member with those of the others. Used by one thread."""
+    """Runs outer steps, which join this member's replicas with others. Used by one thread."""
 
     def __init__(self, setup: Setup, replicas: Mapping[int, LocalModel], num_steps: int) -> None:
-        """setup.model is what all replicas have in common; replicas: by number, in order.
+        """Begin. setup.model: holds the common parameters. replicas: the own ones, keyed by number.
         num_steps: of the whole job."""
         strategy, device = setup.job.strategy, setup.gather.device
         assert isinstance(strategy, DataParallel)
@@ -109,8 +109,8 @@ class OuterSteps:
         self._sums = JoinedSums()
 
     def after(self, exchange: FragmentExchange, step: int) -> JoinReport | None:
-        """Cut and apply what is due after so many local steps; None where nothing is. After an
-        error the replicas are not to be used."""
+        """Cut and apply the fragments that are due after local step `step`; return None if none is
+        due. After an error the replicas must not be used."""
         numbers: dict[str, float] = {}
         wait_s, drifts = 0.0, dict[int, float]()
         dues = due_after(step, self._options, self._num_steps)
@@ -145,7 +145,7 @@ class OuterSteps:
         return torch.cat([changes, numbers, *([packed(own.logged)] if self._num_logged else [])])
 
     def _arrive(self, index: int, step: int) -> float:
-        """Wait for the sums of a fragment, and count what has come with them, once."""
+        """Wait for a fragment's sums and count their numbers once; return the seconds waited."""
         fragment = self.fragments[index]
         is_new = fragment.sums is None
         wait_s = fragment.arrive(step)
@@ -154,7 +154,7 @@ class OuterSteps:
         return wait_s
 
     def _apply(self, index: int) -> dict[str, float]:
-        """Update what the replicas have in common; return the numbers of it."""
+        """Apply a fragment's sums to the common parameters; return the outer step's metrics."""
         fragment = self.fragments[index]
         sums = fragment.sums
         assert sums is not None
@@ -181,8 +181,8 @@ class OuterSteps:
             so_far.logged = added(so_far.logged, unpacked(sums.rest[last:], None))
 
     def end_segment(self, step: int) -> JoinedSums:
-        """Wait for what is under way, which is applied later; return the sums since this was last
-        asked."""
+        """Wait for the sums that are in transfer, to be applied later; return the sums since the
+        last call."""
         for index in range(len(self.fragments)):
             self._arrive(index, step)
         sums, self._sums = self._sums, JoinedSums()
@@ -190,15 +190,15 @@ class OuterSteps:
 
     @property
     def outer_grad_norm(self) -> float:
-        """The 2-norm of the newest outer gradient of all fragments."""
+        """2-norm of the latest outer gradient over all fragments."""
         return math.sqrt(math.fsum(fragment.norm**2 for fragment in self.fragments))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors of all fragments, between two segments."""
+        """Return the tensors of all fragments at the end of a segment."""
         return {name: value for each in self.fragments for name, value in each.state().items()}
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Take over what `state` gave; the models are loaded already."""
+        """Load the result of `state`; the models must be loaded first."""
         for fragment in self.fragments:
             fragment.load(tensors, step)
         for buffers in (self._buffers, *self._own_buffers.values()):
@@ -218,21 +218,22 @@ class OuterSteps:
 # the cut, which determines g, and its application.
 
 OUTER: Final = "outer/"
-"""The prefix of the names of the outer optimizer's tensors."""
+"""Prefix of the names of the outer optimizer's tensors in a state."""
 IN_FLIGHT: Final = "inflight/"
-"""The prefix of the names of a sum that is not applied yet."""
+"""Prefix of the names of sums in a state that have arrived but are not applied yet."""
 _SCALARS: Final = f"{IN_FLIGHT}scalars"
 _MOMENTUM: Final = "momentum_buffer"
 
 
 class OuterFragment:
-    """The parameters at these places of the trained ones. Used by one thread."""
+    """A part of the parameters, with its own outer optimizer and exchange. Used by one thread."""
 
     def __init__(
         self, setup: Setup, replicas: Mapping[int, LocalModel], places: range, num_rest: int
     ) -> None:
-        """setup.model is what all replicas have in common; replicas: by number, in order. num_rest:
-        further numbers that travel with the fragment."""
+        """setup.model: has the common parameters. replicas: by number. places: the fragment's
+        indices among the trained parameters. num_rest: count of further numbers that travel with
+        it."""
         strategy = setup.job.strategy
         assert isinstance(strategy, DataParallel)
         self._setup, self._replicas, self._places = setup, replicas, places
@@ -251,11 +252,11 @@ class OuterFragment:
         )
         self._under_way: GradientReducer | None = None
         self.sums: StepScalars | None = None
-        """Those of all replicas, from their arrival to the update."""
+        """The sums over all replicas; None except between their arrival and the update."""
         self.norm = 0.0
-        """2-norm of the newest outer gradient."""
+        """2-norm of the latest outer gradient."""
         self.drifts: dict[int, float] = {}
-        """The 2-norm of what each own replica had moved at the newest cut."""
+        """2-norm of the distance that each own replica had moved at the latest cut."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -263,8 +264,8 @@ class OuterFragment:
         return self._under_way is not None or self.sums is not None
 
     def cut(self, exchange: GradientReducer, step: int, rest: Mapping[int, Tensor]) -> None:
-        """Take what the replicas have moved up to this step and starts to sum it; rest: by
-        replica."""
+        """Start to sum how far the replicas have moved up to this step. rest: further numbers of
+        each replica."""
         count = self._num_replicas
         exchange.begin_step(step, exchange.party.owned, count, divisor=float(count))
         for number, replica in self._replicas.items():
@@ -283,8 +284,8 @@ class OuterFragment:
         return replica.tensors[self._places.start : self._places.stop]
 
     def _moved(self, replica: LocalModel, parts: list[Tensor]) -> Iterator[Tensor]:
-        """Yield by how much each parameter is less than the common one, as it is summed. parts:
-        gets those of the norm of all of it."""
+        """Yield (common parameter - replica's parameter) for each parameter, in the type of the
+        sum. parts: receives the norms of the blocks of each."""
         layout = self.buckets.layout
         for slot, common, own in zip(layout.slots, self._params, self._own(replica), strict=True):
             dtype = layout.buckets[slot.bucket].dtype
@@ -293,8 +294,8 @@ class OuterFragment:
             yield moved
 
     def arrive(self, step: int) -> float:
-        """Wait for the sums, if they are under way; return for how many seconds. Raises
-        UserCodeError where they are not finite."""
+        """Wait for the sums, if they are in transfer; return the seconds waited. Raises
+        UserCodeError if they are not finite."""
         if self._under_way is None:
             return 0.0
         waits_since_s = time.perf_counter()
@@ -316,7 +317,7 @@ class OuterFragment:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Make one step of the outer optimizer with the sums that have arrived. Raises
+        """Make one outer optimizer step with the arrived sums, and update the replicas. Raises
         UserCodeError."""
         with user_code("the outer step"):  # which refuses a rate that its numbers cannot hold
             update(self._optimizer)
@@ -331,8 +332,8 @@ class OuterFragment:
                     own.copy_(common)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's tensors, none before the first update, and sums that have arrived
-        and are not applied yet."""
+        """Return the outer optimizer's tensors (none before its first update) and arrived sums that
+        are not applied yet."""
         found: dict[str, Tensor] = {}
         for name, param in self._named:
             buffer = self._optimizer.state.get(param, {}).get(_MOMENTUM)
@@ -345,7 +346,7 @@ class OuterFragment:
         return found
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Take over what `state` gave, or begins without."""
+        """Load the result of `state`; without its tensors, begin anew."""
         self._optimizer.state.clear()
         self._under_way = self.sums = None
         for name, param in self._named:
@@ -375,17 +376,17 @@ def _optimizer(outer: OuterOptimizer, params: list[nn.Parameter]) -> torch.optim
 # ---- Trainer of local steps ----
 
 REPLICA: Final = "replica"
-"""The name for a model here."""
+"""The word for a model in series and tensor names here."""
 
 
 class LocalStepsTrainer:
-    """The replicas of one member. Used by one thread."""
+    """Trainer of the replicas that one member owns. Used by one thread."""
 
     is_sole_copy: Final = True
-    """No other member has these replicas."""
+    """True: no other member holds these replicas."""
 
     def __init__(self, setup: Setup, models: Mapping[int, nn.Module]) -> None:
-        """setup.model becomes what the replicas have in common; models: by number."""
+        """Begin. setup.model: becomes the common model of the replicas. models: keyed by number."""
         strategy = setup.job.strategy
         assert isinstance(strategy, DataParallel)
         self.setup, self.model, self.callbacks = setup, setup.model, setup.callbacks
@@ -397,15 +398,15 @@ class LocalStepsTrainer:
 
     @property
     def fragments(self) -> Sequence[OuterFragment]:
-        """The parts in which replicas are joined."""
+        """The fragments in which the replicas are joined."""
         return self._outer.fragments
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Have the micro-batches of the replicas' coming steps read ahead."""
+        """Announce the coming steps, so that the micro-batches of the replicas are read ahead."""
         self._models.expect(num_shards, self.step, to_step)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Set the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the learning rates to their values after `num_reductions` plateau reductions."""
         self._models.lower_rates(num_reductions)
 
     def train_step(
@@ -417,11 +418,11 @@ class LocalStepsTrainer:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """A step of each own replica, and where it is due the outer step of all. A replica is a
-        shard; replicas have no step in common after which they could stop.
+        """Make a step of each own replica, and the outer step of all replicas if it is due.
 
-        The loss is of the own replicas; what is measured where they are joined is of all. After an
-        error the replicas are at different steps, and the trainer is of no more use.
+        A replica is a shard; `stop` is ignored, as replicas have no step in common. The loss covers
+        the own replicas; numbers measured when replicas are joined cover all. After an error the
+        trainer cannot be used any more.
         """
         taken, step = self._models.take_step(self.step, owned, num_shards), self.step + 1
         joined = self._outer.after(exchange, step)
@@ -435,8 +436,8 @@ class LocalStepsTrainer:
         )
 
     def end_segment(self, exchange: FragmentExchange, tally: Tally) -> SegmentSummary:
-        """Return the summary over all replicas, once all that was cut has come from them. The sums
-        are kept here, not taken from the tally."""
+        """Return the summary over all replicas, after waiting for all sums in transfer. The own
+        sums are used, not the tally."""
         self._models.check_form()
         sums = self._outer.end_segment(self.step)
         skipped = {"skipped_steps": float(sums.num_skipped)}
@@ -457,17 +458,17 @@ class LocalStepsTrainer:
         return {name: sum(each[name] for each in taken) for name in taken[0]} if taken else {}
 
     def evaluator(self) -> Evaluator:
-        """Return the evaluator of what the replicas have in common."""
+        """Return the evaluator of the common model."""
         self.model.eval()
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Return the sums of the share's batches."""
+        """Evaluate the share's batches on the common model; return their sums."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
     def copy_common_state(self, into: Mapping[str, Tensor] = state_format.NOTHING) -> State:
-        """Copy on the CPU, in order of name, what all members have alike. into: see
+        """Copy the state that all members share to the CPU, sorted by name. into: see
         `state_format.copied`."""
         tensors, metadata = self._common_state()
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
@@ -475,14 +476,13 @@ class LocalStepsTrainer:
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copy `live_state` on the CPU, in order of name. into: see `state_format.copied`."""
+        """Copy `live_state` to the CPU, sorted by name. into: see `state_format.copied`."""
         tensors, metadata = self.live_state(is_first=is_first)
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
     def live_state(self, *, is_first: bool = True) -> State:
-        """Return the tensors themselves, valid until the next step: `replica<i>/…` of the own
-        replicas, without a model that is the common one; and what all have in common, of the first
-        member."""
+        """Return the live tensors, valid until the next step: `replica<i>/…` of the own replicas,
+        without models equal to the common one; on the first member also the common state."""
         tensors, metadata = self._common_state() if is_first else ({}, {})
         metadata |= state_format.state_metadata(self.step)
         for number, replica in self._replicas.items():
@@ -501,8 +501,8 @@ class LocalStepsTrainer:
         return tensors, state_format.state_metadata(self.step)
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continue from a state of the end of a segment; from one without replicas each
-        begins with what is there of an optimizer."""
+        """Load a state from the end of a segment. A state without replicas initialises each one,
+        with the optimizer's tensors that the state has."""
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         for number, replica in self._replicas.items():
@@ -513,13 +513,13 @@ class LocalStepsTrainer:
         self.step = step
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of what all members hold alike."""
+        """Return a fingerprint of the state that all members share."""
         return state_format.fingerprint(*self._common_state())
 
 
 def _with_drifts(parts: Sequence[PartReport], drifts: Mapping[int, float]) -> list[PartReport]:
-    """Return what there is to say of each replica, with how far it has moved: also of one that had
-    no rows in this step."""
+    """Return the step-history entries of the replicas, with the distance each has moved; replicas
+    without rows in this step get an entry too."""
     found = {part.party: part for part in parts}
     for number, drift in drifts.items():
         part = found.get(f"{REPLICA}/{number}", PartReport(f"{REPLICA}/{number}"))

@@ -30,28 +30,28 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 # average.
 
 AVERAGE: Final = "average/"
-"""Before the names of the averaged parameters in a state."""
+"""Prefix of the names of the averaged parameters in a state."""
 _NUM_AVERAGED: Final = "num_averaged"
 State = tuple[dict[str, Tensor], dict[str, str]]
 """(tensors by name, metadata)."""
 
 
 class WeightAverage:
-    """The average of these parameters, in their own dtype; nothing before its first update.
+    """Running average of the parameters, in their own dtype; empty before its first update.
 
-    It has the bits of torch.optim.swa_utils.AveragedModel with the same averages. Buffers are not
-    averaged: a model of averaged parameters has those of the present model. Used by one thread.
+    It has the same bits as torch.optim.swa_utils.AveragedModel. Buffers are not averaged: a model
+    with averaged parameters has the present buffers. Used by one thread.
     """
 
     def __init__(self, spec: WeightAverageSpec, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """params: what is averaged, by the names that it has in a state."""
+        """Begin without an average. params: those to average, by their names in a state."""
         self._spec, self._params = spec, list(params)
         self._means: list[Tensor] = []
         self._num_averaged = 0
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the parameters after the applied step `step` (from 1), if one is due."""
+        """Add the parameters to the average if an update is due after step `step` (from 1)."""
         if not self._spec.is_due(step):
             return
         if self._num_averaged == 0:
@@ -64,7 +64,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the average in the place of the parameters for a while, if there is one."""
+        """Context manager that swaps the average into the parameters, if there is one."""
         if not self._means:
             yield
             return
@@ -76,10 +76,8 @@ class WeightAverage:
             self._write(live)
 
     def state(self, names: Iterable[str] | None = None) -> State:
-        """Return (live tensors by name, metadata); nothing before the first update.
-
-        names: of the parameters whose averages are wanted; all of them unless given.
-        """
+        """Return (live tensors by name, metadata); empty before the first update. names: the
+        parameters whose averages are returned; None for all."""
         if not self._means:
             return {}, {}
         wanted = None if names is None else {*names}
@@ -92,7 +90,7 @@ class WeightAverage:
         return tensors, {f"{AVERAGE}{_NUM_AVERAGED}": str(self._num_averaged)}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Take over what `state` gave; a state without an average has had no update."""
+        """Load the result of `state`; a state without an average resets to no update."""
         self._num_averaged = int(metadata.get(f"{AVERAGE}{_NUM_AVERAGED}", "0"))
         self._means = []
         if self._num_averaged:
@@ -105,12 +103,12 @@ class WeightAverage:
 
 
 def average_of(job: JobSpec, params: Sequence[tuple[str, nn.Parameter]]) -> WeightAverage | None:
-    """Return the average of these parameters that the job asks for, if it does."""
+    """Return the average of these parameters that the job asks for; None if it asks for none."""
     return None if job.weight_average is None else WeightAverage(job.weight_average, params)
 
 
 def evaluated(job: JobSpec, average: WeightAverage | None) -> AbstractContextManager[None]:
-    """Return the time in which the parameters are those that the job has evaluated."""
+    """Context manager inside which the parameters have the values that the job evaluates."""
     if average is None or job.evaluation is None or job.evaluation.of != "average":
         return nullcontext()
     return average.in_place()
@@ -135,7 +133,7 @@ _PASSED = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize"
 
 
 class SGD(torch.optim.SGD):
-    """Has the updates, bits and state of torch's."""
+    """Stochastic gradient descent with the updates, bits and state of torch.optim.SGD."""
 
     def _init_group(
         self,
@@ -144,7 +142,7 @@ class SGD(torch.optim.SGD):
         grads: list[Tensor],
         momentum_buffer_list: list[Tensor | None],
     ) -> bool:
-        """Fill the lists with what is updated together; those that are late are updated here."""
+        """Fill the lists with the tensors to update together; update late momenta right here."""
         lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
         has_sparse = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
         if not (group["fused"] and group["momentum"]):
@@ -179,17 +177,16 @@ _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
 }
 NamedParams: TypeAlias = Sequence[tuple[str, nn.Parameter]]
 GROUP: Final = "group"
-"""Under this key a group of an optimizer has its name in the job."""
+"""The key under which a parameter group keeps its name in the job."""
 _REQUIRED: Final = inspect.Parameter.empty
 _OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 _NOTHING_ALLOWED: Final = EntryPoints([])
 
 
 class OptimizersInOrder(torch.optim.Optimizer):
-    """Several optimizers of different parameters as one, which steps one after the other.
+    """Several optimizers of different parameters combined into one, which steps each in turn.
 
-    Its groups are theirs, its defaults those of the first, and they keep their state in its
-    `state`.
+    It has all their groups, the defaults of the first one, and one `state` shared by all.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -198,7 +195,7 @@ class OptimizersInOrder(torch.optim.Optimizer):
         self._keep_state_in(self.state)
 
     def _keep_state_in(self, state: Any) -> None:
-        """Have all parts, and parts of these, keep their state there."""
+        """Make all parts, also nested ones, keep their state in this dict."""
         self.state = state
         for part in self.parts:
             state.update(part.state)
@@ -207,7 +204,7 @@ class OptimizersInOrder(torch.optim.Optimizer):
             part.state = state
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Make one step of each."""
+        """Make one step of each optimizer."""
         for part in self.parts:
             part.step()
 
@@ -219,10 +216,10 @@ def make_optimizer(
     fused: bool = False,
     entrypoints: EntryPoints = _NOTHING_ALLOWED,
 ) -> torch.optim.Optimizer:
-    """Return a fresh optimizer over these parameters, each in its group.
+    """Return a new optimizer over these parameters, sorted into the groups that the job defines.
 
-    On the CPU torch's update each tensor in one pass, where torch has such a kernel; fused: on
-    other devices too. Its bits are others, but they too depend on nothing but the tensor.
+    On the CPU, torch's optimizers use their fused kernels where these are deterministic; fused:
+    also on other devices. Fused kernels give other bits, but these depend only on the tensor, too.
     """
     if violations := list(check_optimizer(spec)):
         raise InvalidInputError(violations=violations)
@@ -244,10 +241,10 @@ def make_part(
     fused: bool = False,
     entrypoints: EntryPoints = _NOTHING_ALLOWED,
 ) -> torch.optim.Optimizer:
-    """Return one optimizer over these parameters by group.
+    """Make one optimizer for the given parameters, keyed by group.
 
-    A group of torch's has all values; one of the user's those that it says: other keywords of its
-    optimizer may be none of a group's.
+    A group of a torch optimizer gets all hyperparameters; a group of a user's optimizer only those
+    that the job sets, since other keywords may not be valid for groups.
     """
     rule, has_groups = each.rule, len(each.groups) > 1
     params = [pair for pairs in members.values() for pair in pairs]
@@ -294,8 +291,8 @@ def _is_fused_on_cpu(
     given: Any,
     params: NamedParams,
 ) -> bool:
-    """Return whether torch's kernel for a whole update has the same bits every time: that for
-    momentum in 16 bits rounds by the place of the tensors in memory."""
+    """Return whether torch's fused CPU kernel is deterministic. With momentum in 16 bits it is not:
+    its rounding depends on memory addresses."""
     if not all(p.is_cpu and p.is_floating_point() for _, p in params):
         return False
     groups = [group for group in given if isinstance(group, dict)]
@@ -307,7 +304,7 @@ def _is_fused_on_cpu(
 def _own(
     path: str, rule: UpdateRuleSpec, given: Any, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
-    """Return what the user's entry point makes of the parameters, or of groups of them."""
+    """Make an optimizer by the user's entry point. Raises InvalidInputError if it is unusable."""
     field, name = f"{path}.entrypoint", rule.label
     make = entrypoints.resolve(name, field)
     with user_code("making the optimizer"):
@@ -329,7 +326,7 @@ def _own(
 
 
 def _keywords(spec: UpdateRuleSpec) -> dict[str, Any]:
-    """Return the optimizer's keyword arguments as torch takes them."""
+    """Return the optimizer's keyword arguments in torch's form."""
     kwargs: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list | tuple) else value
         for key, value in spec.kwargs.items()
@@ -338,11 +335,10 @@ def _keywords(spec: UpdateRuleSpec) -> dict[str, Any]:
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer, with the bits of `optimizer.step()`.
+    """Make one step of the optimizer, with the bits of `optimizer.step()` but less overhead.
 
-    torch wraps a label for its profiler, looks for hooks and two switches of mode around each
-    step: for a small model they take longer than the update. They are left out where it makes
-    no difference, which is where nothing is recorded and no hook is registered.
+    torch adds a profiler label, hooks and mode switches to each step, which take longer than the
+    update of a small model. They are skipped if nothing is recorded and no hook is registered.
     """
     if isinstance(optimizer, OptimizersInOrder):
         for part in optimizer.parts:
@@ -365,7 +361,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def clip(params: Sequence[Tensor], max_norm: float | None, norm: Tensor) -> None:
-    """Scale all gradients together so that their 2-norm, which is `norm` (0-d) now, is at most
-    `max_norm`."""
+    """Scale all gradients so that their joint 2-norm is at most `max_norm`. norm: their present
+    norm (0-d)."""
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)

@@ -1,4 +1,4 @@
-"""The check that an optimizer goes on from its saved state exactly as if it had never stopped.
+"""Check that a user's optimizer continues from its saved state exactly as if it had never stopped.
 
 It is tried on a few small parameters when a model is built: steps, a save, a load into a fresh
 optimizer, and more steps of both. What an optimizer keeps outside of `state`, or draws, shows as a
@@ -24,14 +24,14 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 _STEPS_BEFORE: Final = 2
 _STEPS_AFTER: Final = 6
 _LENGTH: Final = 4
-"""The longest side of a parameter that is tried."""
+"""Largest side length of a test parameter."""
 _PER_SHAPE: Final = 2
-"""Parameters of one group and number of dimensions that are tried: two may share state."""
+"""Number of test parameters per group and number of dimensions: two, since they may share state."""
 
 
 def check_optimizer_of(job: JobSpec, model: nn.Module, entrypoints: EntryPoints) -> None:
-    """Raise InvalidInputError if the job trains with an optimizer of the user's that a saved state
-    does not continue."""
+    """Raise InvalidInputError if the job uses a user's optimizer that does not continue correctly
+    from a saved state."""
     if not job.only_evaluates:
         params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for turn, own in by_turn(job.turns or (), params):
@@ -41,10 +41,8 @@ def check_optimizer_of(job: JobSpec, model: nn.Module, entrypoints: EntryPoints)
 
 
 def check_round_trip(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> None:
-    """Raise InvalidInputError for an optimizer of the user's that a saved state does not continue.
-
-    params: those that are trained, of any device; their values are not used.
-    """
+    """Raise InvalidInputError for a user's optimizer that does not continue correctly from a saved
+    state. params: the trained parameters, on any device; their values are not used."""
     for each, members in _own_of(spec, params):
         with torch.random.fork_rng(devices=[]), user_code("trying the optimizer"):
             why = _why_not(_Trial(each, members, entrypoints))
@@ -54,8 +52,8 @@ def check_round_trip(spec: OptimizerSpec, params: NamedParams, entrypoints: Entr
 
 
 def check_alone(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> None:
-    """Raise InvalidInputError for an optimizer of the user's that updates a parameter by the
-    gradients of others, where a process has only some of them."""
+    """Raise InvalidInputError for a user's optimizer that mixes the gradients of several
+    parameters, in a job whose processes each hold only some of the parameters."""
     for each, members in _own_of(spec, params):
         trial = _Trial(each, members, entrypoints)
         together, alone = trial.probes(), trial.probes()
@@ -75,7 +73,7 @@ def check_alone(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoin
 def _own_of(
     spec: OptimizerSpec, params: NamedParams
 ) -> Iterator[tuple[GroupedRule, dict[str, NamedParams]]]:
-    """Yield the user's optimizers, with a few of the parameters of each of their groups: of each
+    """Yield each user's optimizer of the job, with a few parameters for each of its groups and each
     number of dimensions."""
     found: dict[str, dict[int, list[tuple[str, nn.Parameter]]]] = {}
     for name, param in params:
@@ -94,14 +92,14 @@ def _own_of(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """An optimizer of the user's that is tried, and parameters of each of its groups."""
+    """A user's optimizer under test, with some parameters for each of its groups."""
 
     each: GroupedRule
     members: Mapping[str, NamedParams]
     entrypoints: EntryPoints
 
     def probes(self) -> list[tuple[str, nn.Parameter]]:
-        """Return small parameters on the CPU in the place of these."""
+        """Return small parameters on the CPU that stand in for the model's."""
         generator = torch.Generator().manual_seed(0)
         probes = []
         for name, param in (pair for pairs in self.members.values() for pair in pairs):
@@ -111,7 +109,7 @@ class _Trial:
         return probes
 
     def optimizer_of(self, probes: NamedParams) -> torch.optim.Optimizer:
-        """Return a fresh optimizer of these, each in its group."""
+        """Make a new optimizer over these stand-in parameters, each in its group."""
         by_name = dict(probes)
         members = {
             group: [(name, by_name[name]) for name, _ in pairs if name in by_name]
@@ -122,7 +120,7 @@ class _Trial:
 
 
 def _why_not(trial: _Trial) -> str:
-    """Return what differs after a save and a load; "" where nothing does."""
+    """Return a description of what differs after a save and a load; "" if nothing does."""
     kept, copied = trial.probes(), trial.probes()
     one = trial.optimizer_of(kept)
     _train(one, kept, 0, _STEPS_BEFORE)
@@ -168,8 +166,8 @@ def _train(
     *,
     first: int = 0,
 ) -> None:
-    """Do steps with gradients that depend on the step and the parameter's number, counted from
-    `first`, and with another learning rate each."""
+    """Train with gradients that depend on the step and the parameter's index, and a learning rate
+    that changes each step. first: the index of the first parameter."""
     for step in range(begin, begin + num_steps):
         for number, (_, param) in enumerate(params, first):
             generator = torch.Generator().manual_seed(1000 * step + number)
@@ -184,7 +182,7 @@ def _rate(step: int) -> float:
 
 
 def _differing(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
-    """Return the name of the first number or tensor that is not the same; "" if all are."""
+    """Return the name of the first number or tensor that differs; "" if none does."""
     return next((key for key, value in mine.items() if not _same(value, theirs.get(key))), "")
 
 
@@ -197,7 +195,7 @@ def _same(mine: object, theirs: object) -> bool:
 
 
 def _unequal(mine: NamedParams, theirs: NamedParams) -> str:
-    """Return the name of the first parameter that has not the same bits; "" if all have."""
+    """Return the name of the first parameter whose bits differ; "" if none does."""
     pairs: Iterator[tuple[tuple[str, nn.Parameter], tuple[str, nn.Parameter]]]
     pairs = zip(mine, theirs, strict=True)
     return next((name for (name, one), (_, other) in pairs if not torch.equal(one, other)), "")

@@ -26,7 +26,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The parts of one trainer: job, model, data, objective, evaluator, randomness, execution."""
+    """The parts of which one trainer is built: job, model, data, objective, evaluator, ..."""
 
     job: JobSpec
     model: nn.Module
@@ -40,13 +40,13 @@ class Setup:
     """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
     entrypoints: EntryPoints
     epoch_rows: EpochRows | None = None
-    """The order of the training rows; they are shuffled unless set."""
+    """The order of the training rows; None to shuffle them in each epoch."""
     callbacks: Callbacks = NO_CALLBACKS
     conversion: str = ""
-    """A sentence about tensors whose dtype the job's precision has changed; "" for none."""
+    """A sentence about tensors whose dtype was changed to the job's precision; "" if none was."""
 
     def optimizer_of(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """A fresh optimizer of these parameters, as the job says."""
+        """Make a new optimizer over these parameters, as the job defines it."""
         return make_optimizer_of(self.job, list(params), self.entrypoints)
 
     def batch_order(self) -> BatchOrder | StreamOrder:
@@ -58,12 +58,12 @@ class Setup:
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """Rows per split; 0 of a stream, whose rows are not known before they are read."""
+        """Number of rows per split; 0 for a stream, whose length is not known in advance."""
         return {split: len(dataset) for split, dataset in self.data.items()}
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
+        """Return sentences about settings that this worker applies differently than written."""
         return self.execution.notes
 
 
@@ -74,41 +74,41 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The global batch of the step that follows `step` applied ones."""
+    """The global batch of the step after `step` applied ones."""
 
     step: int
     epoch: int
     indices: Tensor
     num_rows: int
-    """All of them, of all shards."""
+    """Number of rows over all shards."""
 
 
 class TrainingRows:
-    """The split "train" in the order of a job's steps. Used by one thread."""
+    """The training rows in the order of a job's steps. Used by one thread."""
 
     def __init__(self, setup: Setup) -> None:
         job, self._seed, self._dataset = setup.job, setup.job.seed, training_split(setup.data)
         self.window = job.window
-        """The rules by which rows are cut into micro-batches."""
+        """The rules for cutting rows into micro-batches."""
         self._order = setup.batch_order()
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
 
     def batch(self, step: int) -> Batch:
-        """Return the batch that comes after so many steps."""
+        """Return the batch of the step after `step` applied ones."""
         epoch, indices = self._order.batch(step)
         return Batch(step, epoch, indices, indices.shape[0])
 
     def rows(self, batch: Batch, cut: range) -> Rows:
-        """Return some rows of a batch."""
+        """Return a range of the rows of a batch."""
         key = (self._seed, "row", batch.epoch)
         indices = part(batch.indices, cut)
         return Rows(self._dataset, indices, f"training step {batch.step + 1}", key)
 
     def stream_marks(self) -> dict[int, str]:
-        """Return a mark of each stream of rows that is read here, as JSON; none for other rows."""
+        """Return the read position (mark) of each stream read here, as JSON; maybe none."""
         return self._dataset.marks() if isinstance(self._dataset, StreamDataset) else {}
 
     def add_stream_marks(self, marks: Mapping[int, str]) -> None:
-        """Take over marks of any streams, to read on from. No bit depends on them."""
+        """Add read positions of any streams, to continue from. They do not change any rows."""
         if isinstance(self._dataset, StreamDataset):
             self._dataset.add_marks(marks)

@@ -1,4 +1,4 @@
-"""A schedule of the user's, such as torch's OneCycleLR, on an optimizer of empty groups: a shadow.
+"""Run a user's learning-rate schedule, such as torch's OneCycleLR, on an optimizer without tensors.
 
 After each applied step its values (learning rate, momentum, betas) go to the groups of the real
 optimizer that have the same names, wherever those are. What is saved is JSON: a schedule that was
@@ -23,7 +23,7 @@ from stratagem.worker.engine.optimizers import GROUP, make_part
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 METADATA: Final = "schedule"
-"""Under this name the schedule stands in the metadata of a state."""
+"""Key of the schedule's state in a state's metadata."""
 _FIELD: Final = "optimizer.schedule.entrypoint"
 _ACTIVITY: Final = "the schedule"
 _NOT_COPIED: Final = frozenset({"params", "initial_lr", GROUP})
@@ -31,7 +31,7 @@ _STEPS_TRIED: Final = 4
 
 
 class ShadowSchedule:
-    """The values of all groups as the user's scheduler has set them. Used by one thread."""
+    """A user's scheduler on a shadow optimizer; the real one copies it. Used by one thread."""
 
     def __init__(self, spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints) -> None:
         self._spec, self._num_steps, self._entrypoints = spec, num_steps, entrypoints
@@ -42,7 +42,7 @@ class ShadowSchedule:
         self._try()
 
     def set_values(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the groups of the optimizer the values for the step that follows."""
+        """Copy the values for the next step into the optimizer's groups."""
         values = self._running.values_after(self._num_applied)
         for group in optimizer.param_groups:
             if group.get(GROUP) not in values:
@@ -53,24 +53,24 @@ class ShadowSchedule:
                     group[key] = value
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of each group for the step that follows, by its name."""
+        """Return the learning rate of each group for the next step, keyed by group name."""
         values = self._running.values_after(self._num_applied)
         return {name: float(of_group["lr"]) for name, of_group in values.items()}
 
     def step(self) -> None:
-        """Count an applied step."""
+        """Advance the schedule by one applied step."""
         self._num_applied += 1
 
     def metadata(self) -> dict[str, str]:
-        """Return what a state needs to go on; nothing before the first step."""
+        """Return the metadata needed to continue; empty before the first step."""
         if not self._num_applied:
             return {}
         state = {"made_of": self._made_of, "applied": self._num_applied, **self._running.state()}
         return {METADATA: json.dumps(state)}
 
     def load(self, metadata: Mapping[str, str], step: int) -> None:
-        """Go on from what `metadata` gave. step: those behind the state, for one that has no
-        schedule yet."""
+        """Continue from the result of `metadata`. step: number of applied steps, used if the state
+        has no schedule."""
         saved = json.loads(metadata.get(METADATA, "{}"))
         self._num_applied, self._running = int(saved.get("applied", step)), self._begin()
         if saved.get("made_of") == self._made_of:
@@ -98,7 +98,7 @@ class ShadowSchedule:
         return _Running(name, shadow, scheduler)
 
     def _try(self) -> None:
-        """Raise InvalidInputError if the schedule does not go on from its saved state."""
+        """Raise InvalidInputError if the schedule does not continue from its saved state."""
         before, after = self._begin(), self._begin()
         middle = min(_STEPS_TRIED, self._num_steps - 1)
         before.values_after(middle)
@@ -111,18 +111,18 @@ class ShadowSchedule:
 
 @dataclass(slots=True)
 class _Running:
-    """A scheduler with the optimizer that it changes."""
+    """A scheduler and the optimizer that it changes."""
 
     name: str
     shadow: "_Shadow"
     scheduler: Any
     position: int = 0
-    """The number of steps that it has made."""
+    """Number of steps that the scheduler has made."""
 
     def values_after(self, num_steps: int) -> dict[str, dict[str, Any]]:
-        """Return the values of each group after so many steps, by the group's name.
+        """Return the values of each group after `num_steps` steps, keyed by group name.
 
-        It is stepped no further, since some schedulers refuse to be stepped beyond their end.
+        The scheduler is stepped no further, since some raise when stepped beyond their end.
         """
         if self.position < num_steps:
             with user_code(_ACTIVITY):
@@ -155,15 +155,15 @@ class _Running:
 
 
 class _Shadow(torch.optim.Optimizer):
-    """An optimizer that has groups and updates nothing."""
+    """An optimizer with parameter groups that updates nothing."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Do nothing."""
 
 
 def _shadow_of(spec: OptimizerSpec, entrypoints: EntryPoints) -> _Shadow:
-    """Return the groups of the job's optimizers, `default` first, then in the job's order, each
-    with a parameter of nothing."""
+    """Make a shadow optimizer with the job's groups, `default` first, each with one empty
+    parameter."""
     groups: dict[str, dict[str, Any]] = {}
     defaults: dict[str, Any] = {}
     for each in spec.rules():
@@ -194,8 +194,8 @@ def _is_numbers(value: object) -> bool:
 
 
 def _encoded(value: object, name: str, where: str) -> Any:
-    """Return the value as JSON from which `_decoded` makes the same one; raises InvalidInputError
-    for what is no plain value."""
+    """Encode a value as JSON that `_decoded` reads back exactly; raises InvalidInputError for other
+    than plain values."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -234,7 +234,7 @@ def _decoded(value: Any) -> Any:
 def shadow_schedule(
     spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints
 ) -> ShadowSchedule | None:
-    """Return the schedule of a job that names one of the user's; None for all others."""
+    """Make the schedule of a job that names a user's one; None for all other jobs."""
     if spec.schedule is None or spec.schedule.entrypoint is None:
         return None
     return ShadowSchedule(spec, num_steps, entrypoints)

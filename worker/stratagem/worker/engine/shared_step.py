@@ -61,13 +61,13 @@ from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
 
 
 class WholeUpdate:
-    """The update of all parameters, which every member makes alike from the same sums."""
+    """The plain update of all parameters: every member makes the same one from the same sums."""
 
     def __init__(self, params: NamedParams) -> None:
         self.params = params
 
     def summarize(self, policy: StepPolicy, scalars: StepScalars, exchange: Reducer) -> StepSummary:
-        """Summarize the gradient of the whole model, which is here.
+        """Summarize the gradient of the whole model, which every member holds.
 
         A parameter that no shard reached has no gradient, as in a loop without shards: optimizers
         then leave it alone, weight decay and all.
@@ -86,29 +86,29 @@ class WholeUpdate:
 
 
 class PhasedUpdate:
-    """The update of all parameters under phase training, which shows exact gradients to the phases;
-    and predicted steps, which have no sums.
+    """The update of all parameters under phase training, in which some steps predict their
+    gradient.
 
-    Predicted steps exchange nothing. The first exact step after them carries a checksum of each
-    member's state in one extra, which is added up over shards like all extras.
+    Exact gradients are shown to the phases. Predicted steps exchange nothing. The first exact step
+    after them carries a checksum of each member's state in one of the extras.
     """
 
     def __init__(self, spec: PhasesSpec, params: NamedParams, setup: Setup) -> None:
         self.phases = PhaseTraining(spec, params, setup.numerics)
         self.timer = PassTimer(setup.gather.device)
         self.checksum = 0.0
-        """The checksum of the state in which the exact step begins, if a check is due."""
+        """Checksum of the state at the beginning of an exact step, if a check is due; else 0."""
         self._setup, self._params = setup, params
         self.summarize = WholeUpdate(params).summarize
 
     def begins_exact(self, state: Callable[[], State]) -> bool:
-        """Begin a step in this state; return whether it needs its batch."""
+        """Begin a step in this state; return whether the step is exact and so needs its batch."""
         self.timer.begin_step()
         self.checksum = float(checksum(*state())) if self.phases.is_check_due else 0.0
         return self.phases.phase.is_exact
 
     def add_sums(self, passes: Passes, rows: Rows, window: Window) -> Counted:
-        """Run forward and backward of a shard, and take their times; see `Passes.add_sums`."""
+        """Run forward and backward of a shard and time them; see `Passes.add_sums`."""
         timer = self.timer
 
         def before(micro_batch: int) -> None:
@@ -129,13 +129,13 @@ class PhasedUpdate:
     def apply(
         self, summary: StepSummary, policy: StepPolicy, step: int, exchange: Reducer | None
     ) -> Applied:
-        """Update all parameters with the exact gradient, which a correction changes first."""
+        """Update all parameters with the exact gradient, after the phases may have corrected it."""
         phase, correct = self.phases.phase, partial(self._take, summary.loss)
         applied = apply_step(summary, policy, place_of(policy, step), correct=correct)
         return applied._replace(phase=phase, news=self.phases.take_news())
 
     def _take(self, loss: float, norm: Tensor) -> Tensor:
-        """Show an exact gradient to the phases; return its norm, which a correction changes."""
+        """Show an exact gradient to the phases, which may correct it; return its new norm."""
         is_correction = self.phases.phase is TrainingPhase.CORRECT
         grads = [param.grad for _, param in self._params]
         self.phases.take(grads, loss)
@@ -145,8 +145,8 @@ class PhasedUpdate:
         return total_norm(parts_of(corrected, numerics), numerics)
 
     def predict(self, policy: StepPolicy, step: int) -> StepReport:
-        """Make an update, after `step` others, with a gradient that every member predicts for
-        itself, from the same history to the same bits."""
+        """Make an update after `step` earlier ones with a gradient that every member predicts to
+        the same bits."""
         phase, loss = self.phases.phase, self.phases.last_loss
         for (_, param), gradient in zip(self._params, self.phases.predict(), strict=True):
             param.grad = gradient
@@ -171,7 +171,7 @@ class PhasedUpdate:
         )
 
     def end(self, report: StepReport) -> None:
-        """End an exact step, and count its seconds."""
+        """Finish an exact step, and record its duration."""
         self.timer.end_exact_step(self.phases, report.phase)
 
 
@@ -186,7 +186,7 @@ Update = WholeUpdate | PhasedUpdate | OptimizerPieces
 
 
 class StepExtras:
-    """One member's extras of each step. Used by one thread."""
+    """Packs and unpacks the scalars that travel with a step. Used by one thread."""
 
     def __init__(
         self, buffers: Buffers, callbacks: Callbacks, phased: PhasedUpdate | None, *, may_log: bool
@@ -199,7 +199,7 @@ class StepExtras:
         self.num_elements = self._end_logged + self._answers.num_extras + num_checksums
 
     def of_shard(self, shard: int, num_live: int, logged: LoggedSums, answer: StepAnswer) -> Tensor:
-        """Return the extras of a shard after its passes; 1-d float64."""
+        """Return the extras of a shard after its passes: 1-d float64."""
         extras = self._buffers.contribution(shard, num_live)
         if self._may_log:
             extras = torch.cat([extras, packed(logged)])
@@ -210,9 +210,8 @@ class StepExtras:
         return torch.cat([extras, torch.tensor([self._phased.checksum], dtype=torch.float64)])
 
     def compare(self, total: Tensor, num_live: int, step: int) -> None:
-        """Raise unless all members began the step with the same state, where that is checked: where
-        not all are equal some member differs from the mean. Sums are exact: 32 bits each, as
-        float64."""
+        """Raise UserCodeError unless all members began the step with the same state; checked after
+        predicted steps only. The sum of 32-bit checksums is exact in float64."""
         if self._phased is None or total[-1].item() == self._phased.checksum * num_live:
             return
         message = (
@@ -222,15 +221,15 @@ class StepExtras:
         raise UserCodeError("ReplicasDiffer", message, activity=f"training step {step}")
 
     def logged(self, total: Tensor, own: LoggedSums | None) -> LoggedSums:
-        """Return what all shards have logged. own: what one of this member's has, if it has any;
-        raises UserCodeError unless all have the same names."""
+        """Return the values logged by all shards. own: those of one of this member's shards, if
+        any; raises UserCodeError unless the names are equal everywhere."""
         if not self._may_log:
             return {}
         names = None if own is None else tuple(own)
         return unpacked(total[self._first_logged : self._end_logged], names)
 
     def answered(self, total: Tensor) -> dict[str, float]:
-        """Return what on_step has logged of the step before."""
+        """Return the values that on_step has logged for the previous step."""
         return self._answers.taken(total) if self._answers.num_extras else {}
 
 
@@ -238,7 +237,7 @@ class StepExtras:
 
 
 class Share(NamedTuple):
-    """The part that this member has of a step: its shards, and its wishes."""
+    """This member's part in a step: its exchange, its shards, and whether it wishes to stop."""
 
     exchange: Reducer
     owned: range
@@ -248,7 +247,7 @@ class Share(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The sums over all live shards, which are in `.grad`, too."""
+    """The scalars summed over all live shards; the summed gradients are in `.grad`."""
 
     scalars: StepScalars
     num_live: int
@@ -258,7 +257,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
-    """Makes updates of one model. Used by one thread."""
+    """Makes the synchronous updates of one model. Used by one thread."""
 
     setup: Setup
     rows: TrainingRows
@@ -270,7 +269,7 @@ class SharedStep:
     update: Update
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
-        """Make the update of a turn, of `num_turns` in each step, over the batch."""
+        """Make the update of one turn over the batch. num_turns: the turns of each step."""
         exchange = share.exchange
         self.buffers.snapshot()
         self.setup.execution.begin_batch(batch.num_rows)
@@ -294,11 +293,11 @@ class SharedStep:
         return self._apply(turn, batch, exchange, sums, must_divide=must_weigh)
 
     def key(self, turn: StepTurn, step: int, shard: int, micro_batch: int) -> Key:
-        """Return what a micro-batch's random numbers depend on."""
+        """Return the key of a micro-batch's random numbers."""
         return (self.setup.job.seed, step, *turn.key, shard, micro_batch)
 
     def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
-        """Return the divisor of the sums if known before the step; gradients then come divided.
+        """Return the sums' divisor if it is known before the step; gradients then arrive divided.
 
         None where it depends on the weights, or where nothing is divided.
         """
@@ -317,8 +316,8 @@ class SharedStep:
         *,
         must_weigh: bool,
     ) -> _Sums:
-        """Compute the own shards, and wait for the sums of all. number: of the exchange, from 1.
-        must_weigh: the divisor is not known before."""
+        """Compute the own shards, and wait for the sums over all. number: of the exchange, from 1.
+        must_weigh: the divisor is not known in advance."""
         exchange, owned = share.exchange, share.owned
         live = split_rows(batch.num_rows, min(share.num_shards, batch.num_rows))
         wish = wish_of(share.answer, stop=share.stop)
@@ -349,7 +348,7 @@ class SharedStep:
         cut: range,
         must_weigh: bool,
     ) -> Counted:
-        """Do forward and backward of one shard."""
+        """Run forward and backward of one shard."""
         rows = self.rows.rows(batch, cut)
         cuts = self.rows.window.cut(len(cut))
         exchange.begin_shard(shard, num_micro_batches=len(cuts))
@@ -371,7 +370,7 @@ class SharedStep:
     def _apply(
         self, turn: StepTurn, batch: Batch, exchange: Reducer, sums: _Sums, *, must_divide: bool
     ) -> StepReport:
-        """Turn the sums into one update, or leave everything as it is and say so."""
+        """Apply the sums as one update. After an ExchangeError the step can be done again."""
         scalars = sums.scalars
         if must_divide:
             exchange.divide(scalars.weight * self.setup.execution.scale.value)
@@ -387,7 +386,7 @@ class SharedStep:
     def _finish_late(
         self, turn: StepTurn, batch: Batch, sums: _Sums, norm: float, is_finite: bool
     ) -> StepReport:
-        """Apply a step here alone, once others have told the rest of its summary."""
+        """Apply a step on this member alone, once others have sent the missing norm."""
         total = torch.scalar_tensor(norm, dtype=torch.float64)
         summary = StepSummary(sums.scalars.loss, sums.scalars.weight, total, is_finite)
         return self._finish(turn, batch, sums, summary, None)
@@ -400,8 +399,8 @@ class SharedStep:
         summary: StepSummary,
         exchange: Reducer | None,
     ) -> StepReport:
-        """Make the update with the gradients that are there; exchange: None where others
-        have ended it."""
+        """Apply the update with the present gradients. exchange: None if the others have left
+        it."""
         scalars, scale, policy = sums.scalars, self.setup.execution.scale, turn.policy
         scale_before = scale.value
         if self.setup.callbacks.takes_gradients:
@@ -434,7 +433,7 @@ class SharedStep:
         )
 
     def _call_hook(self, turn: StepTurn, step: int) -> None:
-        """Have the user's code change the gradient that is about to be applied."""
+        """Call the user's gradient hook before the gradients are applied."""
         number, key, randomness = step + 1, (self.setup.job.seed, step), turn.passes.randomness
         activity = f"training step {number}"
         self.setup.callbacks.take_gradients(turn.params, number, key, randomness, activity)

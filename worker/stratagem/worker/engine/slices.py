@@ -48,25 +48,25 @@ _FIELD: Final = "strategy.options.partition_state"
 
 
 class StateShare(NamedTuple):
-    """The rank, of how many, of the member that keeps its slice of the optimizer's state here."""
+    """The slice of the optimizer's state that this member keeps: slice number `rank` of `size`."""
 
     rank: int
     size: int
     is_mirrored: bool = False
-    """True if the slice of the member before this one is kept here, too."""
+    """True if a copy of the previous member's slice is kept here, too."""
     is_full: bool = False
-    """True if only the slice is kept here of the parameters, too."""
+    """True if this member also keeps only its slice of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInDoubt:
-    """A step whose sums are here, but not the norm of all of them: others may have applied it, and
-    none can where not all have their sums."""
+    """A step whose gradient sums have arrived but whose total norm has not; other members may have
+    applied it."""
 
     step: int
-    """Steps after it."""
+    """The number of steps applied once this one is."""
     finish: Callable[[float, bool], StepReport]
-    """Applies it, given the norm and whether the gradient is finite."""
+    """Applies the step, given the norm and whether the gradient is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +75,22 @@ class _OwnPiece:
     param: nn.Parameter
     part: OwnedPart
     piece: nn.Parameter
-    """Flat, and a leaf with a gradient of its own; a view of the parameter, or all that there is of
-    it here."""
+    """Flat leaf tensor with its own gradient: a view of the parameter, or the only part of it kept
+    here."""
 
     @property
     def is_whole(self) -> bool:
         return self.part.stop - self.part.first == self.param.numel()
 
     def name_in(self, place: int, name: str) -> str:
-        """Return as what it travels, where its parameter is the model's tensor of this place and
-        name."""
+        """Return the name under which the piece travels. place, name: of its parameter among the
+        model's tensors."""
         full = f"{state_format.MODEL}{name}"
         return str(ParameterSlice(place, self.part.first, tuple(self.param.shape), full))
 
 
 class OptimizerPieces:
-    """The pieces of one member; its optimizer updates nothing else. Used by one thread."""
+    """The pieces of parameters that one member updates, and their optimizer. Used by one thread."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class OptimizerPieces:
         is_mirrored: bool = False,
         blocks: GatheredBlocks | None = None,
     ) -> None:
-        """optimizer: a fresh one of all parameters, which becomes one of the pieces. blocks: bring
-        the parameters, where only their pieces are kept here."""
+        """Begin. optimizer: a new one over all parameters, which is changed to step the pieces
+        instead. blocks: gathers the parameters, if only pieces are kept here."""
         for name, param in params:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
@@ -116,18 +116,16 @@ class OptimizerPieces:
         self._mirrored = [_piece_of(*params[part.index], part) for part in mirrored]
         self._blocks = blocks
         self.held: HeldBlocks | None = None if blocks is None else blocks.held
-        """The places of the parameters' parts, where these are kept here, and not the
-        parameters."""
+        """The locations of the parameters' parts, if only pieces are kept here; else None."""
         self.passing: Callable[[], AbstractContextManager[None]] = (
             nullcontext if blocks is None else blocks.passing
         )
-        """The time in which the model is run, forward and backward."""
+        """Returns a context manager for running the model, forward and backward."""
         self.summary: StepSummary | None = None
-        """The summary of the latest step; None where its norm did not come."""
+        """The summary of the latest step; None if its norm did not arrive."""
         self.in_doubt: StepInDoubt | None = None
         self.torn: str = ""
-        """The reason that the parameters of other slices are those before the latest step; "" where
-        they are not."""
+        """The reason why parameters of other slices are one step behind; "" if they are not."""
         self._has_sums = False
         self._step_pieces_only()
         if blocks is not None:
@@ -136,20 +134,20 @@ class OptimizerPieces:
 
     @property
     def holds_all(self) -> bool:
-        """Return True if there is no other member that holds anything."""
+        """True if this member is the only one, so that it holds everything."""
         return len(self.owners.parts) == 1
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the pieces, flat and in order of parameter, and then those of the mirror."""
+        """The flat pieces in order of parameter, followed by those of the mirror."""
         return [each.piece for each in self._all()]
 
     def _all(self) -> list[_OwnPiece]:
         return [*self._pieces, *self._mirrored]
 
     def summarize(self, policy: StepPolicy, scalars: StepScalars, exchange: Reducer) -> StepSummary:
-        """Give each piece its gradient, of what the exchange has summed up, and summarize the
-        gradient of the whole model. Raises ExchangeError."""
+        """Set the gradient of each piece from the exchanged sums, and summarize the gradient of the
+        whole model. Raises ExchangeError."""
         assert exchange.slices is not None  # the one is made with the other
         self.summary, self.in_doubt, self._has_sums = None, None, False
         sums = [*exchange.slices.sums(), *exchange.slices.mirrored_sums()]
@@ -168,8 +166,8 @@ class OptimizerPieces:
         return self.summary
 
     def doubt(self, step: int, finish: Callable[[float, bool], StepReport]) -> None:
-        """Keep a step whose `summarize` has failed, if it can be finished once its norm is known;
-        its sums are then no longer in the storage of the exchange. See `StepInDoubt`."""
+        """Keep a step whose `summarize` has failed, if it can be finished once its norm is known.
+        Its sums are copied out of the exchange's storage. See `StepInDoubt`."""
         if not self.is_mirrored or not self._has_sums:
             return
         for each in self._all():
@@ -180,8 +178,8 @@ class OptimizerPieces:
     def apply(
         self, summary: StepSummary, policy: StepPolicy, step: int, exchange: Reducer | None
     ) -> Applied:
-        """Update the pieces, and bring those of all members into the parameters. exchange: None
-        where others have ended it, so that only the pieces are updated."""
+        """Update the pieces, and fetch the other members' updates into the parameters. exchange:
+        None if the others have left it; then only the pieces are updated."""
         self.summary = summary
         applied = apply_step(
             summary, policy, place_of(policy, step), share=partial(self._bring, exchange)
@@ -198,7 +196,7 @@ class OptimizerPieces:
         return self.share(exchange.slices)
 
     def connect(self, exchange: Reducer) -> None:
-        """Have parameters that are not kept here come over this exchange. Raises ExchangeError."""
+        """Fetch absent parameters over this exchange from now on. Raises ExchangeError."""
         if self._blocks is not None:
             assert exchange.parameters is not None  # the one is made with the other
             self._move_to(exchange.parameters.memory())
@@ -206,12 +204,12 @@ class OptimizerPieces:
             self._blocks.connect(exchange.parameters)
 
     def end_passes(self) -> None:
-        """Wait until no member needs parameters of others any more. Raises ExchangeError."""
+        """Wait until no member needs the parameters of others any more. Raises ExchangeError."""
         if self._blocks is not None:
             self._blocks.end_passes()
 
     def load_model(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the model of a state; the parameters are whole meanwhile."""
+        """Load the model of a state. Divided parameters are whole for that time."""
         if self._blocks is None:
             state_format.load_model_state(model, tensors)
             return
@@ -224,7 +222,7 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Copy the pieces, also of the mirror, of parameters that are whole for now."""
+        """Copy the pieces, also the mirror's, out of the parameters, which must be whole."""
         for each in self._all():
             flat = each.param.detach().view(-1)[each.part.first : each.part.stop]
             if each.piece.data_ptr() == flat.data_ptr():  # still a view of it
@@ -234,8 +232,8 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def _move_to(self, memory: Sequence[Tensor]) -> None:
-        """Move the own pieces into this memory, which is bytes by block; see `HeldBlocks`. Those
-        of the mirror nobody asks for: they stay where they are."""
+        """Move the own pieces into this memory: bytes by block; see `HeldBlocks`. The mirror's
+        pieces stay where they are, since no other member reads them."""
         assert self.held is not None
         by_index = {each.part.index: each.piece for each in self._pieces}
         for parts, flat in zip(self.held.parts[self.rank], memory, strict=True):
@@ -245,17 +243,17 @@ class OptimizerPieces:
                 piece.data = room.copy_(piece)
 
     def share(self, exchange: SliceExchange) -> bool:
-        """Bring the updated pieces of all members into the parameters of all; return True. See
-        `end_step`."""
+        """Copy the updated pieces of all members into the parameters of all. Returns as `end_step`
+        does."""
         own = [each.piece for each in self._pieces]
         return self.end_step(partial(exchange.share, own, self._params))
 
     def end_step(self, tell: Callable[[], None]) -> bool:
-        """End a step whose update is made here by a call that all members make; return True.
+        """End a step by `tell`, a collective call; return True if it succeeds.
 
-        With a mirror it returns False where that fails: the pieces of all members can be had from
-        those that are left, and until then what is here of others may be of the step before.
-        Without one it raises ExchangeError.
+        If it fails, return False with a mirror: the remaining members still have all pieces, and
+        until these are exchanged parameters of others may be a step behind. Without a mirror raise
+        ExchangeError.
         """
         try:
             tell()
@@ -266,22 +264,23 @@ class OptimizerPieces:
         return not self.torn
 
     def whole_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return (tensors, metadata) as of an optimizer of whole parameters; `holds_all`."""
+        """Return (tensors, metadata) as of whole parameters; requires `holds_all`."""
         tensors, numbers = self._state(self._pieces)
         return {full: value for full, (_, _, value) in tensors.items()}, numbers
 
     def own_state(self, *, of_mirror: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return (tensors by `SliceName`, metadata) of what this member owns; or of what it keeps
-        of the one before it."""
+        """Return (tensors by `SliceName`, metadata) of this member's slice; of_mirror: of the
+        mirrored one."""
         return self._named_state(self._mirrored if of_mirror else self._pieces)
 
     def part_of_model(
         self, model: nn.Module, first_bytes: int, *, of_mirror: bool = False
     ) -> dict[str, Tensor]:
-        """Return what this member copies of the model, by `ParameterSlice`; or what the one before
-        it does: its slices of parameters, and of what is not divided its share by size.
+        """Return the part of the model that this member copies, by `ParameterSlice`; of_mirror: the
+        part of the member before it.
 
-        first_bytes: what the first member copies beside.
+        These are its slices of parameters, and its share by size of all other tensors. first_bytes:
+        the bytes that the first member copies besides.
         """
         pieces = self._mirrored if of_mirror else self._pieces
         by_param = {self._identity(each.param): each for each in pieces}
@@ -303,14 +302,13 @@ class OptimizerPieces:
         return named
 
     def _identity(self, tensor: Tensor) -> object:
-        """Return what a parameter and any other tensor of the model that is the same memory have
-        in common."""
+        """Return a key that is equal for all tensors of the model that are the same memory."""
         if self.held is None and tensor.numel():
             return state_format.storage_key(tensor)
         return id(tensor)
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return what all members hold of the model: all, unless parameters are divided."""
+        """Return the model's tensors that all members hold: all, unless parameters are divided."""
         if self.held is None:
             return state_format.model_state(model)
         by_param = {id(each.param): each for each in self._pieces if self.holds_all}
@@ -327,8 +325,8 @@ class OptimizerPieces:
     def slices(
         self, model: nn.Module, *, of_mirror: bool
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return `own_state` and the parameters of the same slice, each under all its names; or of
-        the slice that is mirrored here."""
+        """Return `own_state` together with the parameters of the same slice, each under all its
+        names; of_mirror: of the mirrored slice."""
         pieces = self._mirrored if of_mirror else self._pieces
         named, numbers = self._named_state(pieces)
         by_param = {self._identity(each.param): each for each in pieces}
@@ -348,8 +346,7 @@ class OptimizerPieces:
         return named, numbers
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Replace the optimizer's state by this member's slice of the given one, which may be
-        nothing."""
+        """Load this member's slice of an optimizer state, which may be empty."""
         self.in_doubt, self.torn = None, ""
         self._load(self._pieces, tensors, metadata)
         if self._mirrored:
@@ -384,8 +381,8 @@ class OptimizerPieces:
     def _state(
         self, pieces: Sequence[_OwnPiece]
     ) -> tuple[dict[str, tuple[_OwnPiece, int, Tensor]], dict[str, str]]:
-        """Return (by name of the whole: the piece, the place among its tensors, what it keeps;
-        metadata); in the shape of the parameter where that is all its own."""
+        """Return ({full name: (piece, place among its tensors, tensor)}, metadata). Tensors of
+        whole parameters have the parameter's shape."""
         found: dict[str, tuple[_OwnPiece, int, Tensor]] = {}
         numbers: dict[str, str] = {}
         for each in pieces:
@@ -398,8 +395,8 @@ class OptimizerPieces:
         return found, numbers
 
     def _step_pieces_only(self) -> None:
-        """Put the pieces in the place of the parameters, in their groups and with what some
-        optimizers keep of them from the start."""
+        """Replace the parameters by the pieces in the optimizer's groups, together with their
+        initial state."""
         by_param: dict[int, list[_OwnPiece]] = {}
         for each in self._all():
             by_param.setdefault(id(each.param), []).append(each)
@@ -420,8 +417,8 @@ def make_pieces(
     share: StateShare,
     model: nn.Module,
 ) -> OptimizerPieces:
-    """Make the pieces of all parameters that this member's optimizer steps. layout: of the buckets
-    of their gradients."""
+    """Make the pieces of all parameters that this member's optimizer steps. layout: of the gradient
+    buckets."""
     owners, blocks = divide_slices(layout, share.size), None
     if share.is_full:
         trained = {id(param) for _, param in params}
@@ -434,7 +431,7 @@ def make_pieces(
 
 
 def _tell_updated(parameters: ParameterTransport) -> None:
-    """End a step after which nothing is sent: others gather what they need."""
+    """End a step after which nothing is sent: other members fetch the parameters they need."""
     failpoint("worker.parameters.updated")
     parameters.updated()
 
@@ -456,7 +453,7 @@ def _sliced(state: Mapping[str, object], each: _OwnPiece) -> dict[str, object]:
 
 
 def _parameter_of(full: str) -> str | None:
-    """Return the parameter whose state has this name; None of what is no state of an optimizer."""
+    """Return the parameter whose optimizer state has this name; None for other names."""
     if not full.startswith(state_format.OPTIMIZER):
         return None
     return full.removeprefix(state_format.OPTIMIZER).rpartition("/")[0]

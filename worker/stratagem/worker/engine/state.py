@@ -32,7 +32,7 @@ State = tuple[dict[str, Tensor], dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """The parts of a trainer that have a state. Used by one thread."""
+    """Collects and loads the state of a trainer's parts. Used by one thread."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -40,22 +40,22 @@ class TrainerState:
     scale: LossScale
     schedule: ShadowSchedule | None = None
     further: Sequence[PhaseTraining | WeightAverage] = ()
-    """Further parts with tensors that all members hold."""
+    """Further parts whose tensors all members hold."""
     compressor: Compressor | None = None
     pieces: OptimizerPieces | None = None
-    """The pieces of this member, where the optimizer's state is divided among the members."""
+    """This member's pieces, if the optimizer's state is divided among the members; else None."""
     form: ModelForm = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "form", ModelForm(self.model, self.params))
 
     def live(self, step: int) -> State:
-        """The tensors themselves, after `step` steps. Valid until the next one."""
+        """Return the live tensors and metadata after `step` steps, valid until the next step."""
         tensors, numbers = self.parts()
         return tensors, state_format.state_metadata(step, numbers)
 
     def parts(self) -> State:
-        """`live`, without the number of steps."""
+        """Return the same as `live`, without the number of steps."""
         tensors, numbers = self._optimizer_state()
         numbers |= self.scale.metadata()
         if self.schedule is not None:
@@ -66,13 +66,13 @@ class TrainerState:
         return {**self._model_state(), **tensors}, numbers
 
     def _model_state(self) -> dict[str, Tensor]:
-        """Return what all members hold of the model."""
+        """Return the model's tensors that all members hold."""
         if self.pieces is None:
             return state_format.model_state(self.model)
         return self.pieces.model_state(self.model)
 
     def _optimizer_state(self) -> State:
-        """Return what all members hold of the optimizer."""
+        """Return the optimizer's tensors and metadata that all members hold."""
         if self.pieces is None:
             return state_format.optimizer_state(self.optimizer, self.params)
         return self.pieces.whole_state() if self.pieces.holds_all else ({}, {})
@@ -80,8 +80,8 @@ class TrainerState:
     def copied_mirror(
         self, step: int, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State | None:
-        """`copied` as the member before this one gives it, of the mirror of its slice; None without
-        one."""
+        """Return the previous member's `copied` state from the mirror of its slice; None without a
+        mirror."""
         if self.pieces is None or not self.pieces.is_mirrored:
             return None
         tensors, metadata = self.live(step)
@@ -91,10 +91,10 @@ class TrainerState:
     def copied(
         self, step: int, *, with_shared: bool, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copy on the CPU, also of residuals; of a state that is divided, this member's part.
-        with_shared: beside residuals also what all members hold. into: see `state_format.copied`.
+        """Copy the state to the CPU, with residuals; of a divided state, this member's part.
 
-        Raises UserCodeError if training has changed which tensors there are.
+        with_shared: also the state that all members hold. into: see `state_format.copied`. Raises
+        UserCodeError if training has changed the model's set of tensors.
         """
         self.form.check()
         tensors, metadata = self.live(step)
@@ -108,7 +108,7 @@ class TrainerState:
     def _part(
         self, pieces: OptimizerPieces, live: Mapping[str, Tensor], *, of_mirror: bool
     ) -> State:
-        """Return the part that this member, or the one before it, copies of a divided state."""
+        """Return this member's part of a divided state; of_mirror: the previous member's."""
         rest = {n: t for n, t in live.items() if not n.startswith(state_format.MODEL)}
         num_bytes = sum(tensor.nbytes for tensor in rest.values())
         model = pieces.part_of_model(self.model, num_bytes, of_mirror=of_mirror)
@@ -117,8 +117,7 @@ class TrainerState:
         return {**model, **(rest if is_first else {}), **own}, numbers
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-        """Put a state in the place of the present one; return after how many steps it was
-        taken."""
+        """Load a state; return the number of steps after which it was taken."""
         step = state_format.step_of(metadata)
         self.load_parts(tensors, metadata, step)
         return step
@@ -126,7 +125,7 @@ class TrainerState:
     def load_parts(
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], step: int
     ) -> None:
-        """Take over what `parts` gave after `step` steps."""
+        """Load the result of `parts` after `step` steps."""
         if self.pieces is None:
             state_format.load_model_state(self.model, tensors)
             self.form.note_extra()
@@ -151,50 +150,49 @@ class TrainerState:
 
 
 class Exchange(Protocol):
-    """The connections of one membership, whatever goes over them."""
+    """The connections among the members of one membership, for any kind of exchange."""
 
     @property
     def name(self) -> str:
-        """The engines and methods in use, for people."""
+        """Names of the engines and methods in use, for people."""
 
     @property
     def shares_memory(self) -> bool:
-        """True if it goes through memory that members of a host share."""
+        """True if the exchange goes through memory shared by the members of a host."""
 
     def cut(self) -> None:
-        """Make a step that is under way raise, here and soon at the peers; from any thread."""
+        """Make a running step raise, here and soon at the peers; from any thread."""
 
     def close(self) -> None:
-        """Free everything; cut comes first."""
+        """Free everything; call `cut` first."""
 
 
 Exchange_contra = TypeVar("Exchange_contra", contravariant=True)
 
 
 class MemberTrainer(Protocol[Exchange_contra]):
-    """Trains what one member has of a model, over an exchange of its kind. Used by one thread."""
+    """Interface of trainers: each trains its member's part. Used by one thread."""
 
     step: int
-    """Steps applied."""
+    """Number of steps applied."""
 
     @property
     def model(self) -> nn.Module:
-        """The model that this member has, or the one that its models have in common."""
+        """The member's model, or the common model of its nodes or replicas."""
 
     @property
     def callbacks(self) -> Callbacks:
-        """The hooks of the user's."""
+        """The user's callbacks."""
 
     @property
     def is_sole_copy(self) -> bool:
-        """True if this member holds state that no other has."""
+        """True if this member holds state that no other member has."""
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Say that steps up to `to_step` come next, of which this member computes these shards."""
+        """Announce the steps up to `to_step`, whose `owned` shards may be read ahead."""
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Set the learning rates to those after as many reductions of a plateau, from the next
-        step on."""
+        """Set the learning rates to their values after `num_reductions` plateau reductions."""
 
     def train_step(
         self,
@@ -205,34 +203,36 @@ class MemberTrainer(Protocol[Exchange_contra]):
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Make one step over the next global batch, of whose `num_shards` shards this member owns
-        some. stop: this member wishes that all stop after it, where members take steps together.
-        answer: what on_step has said to this member of the step before; where that wants the end,
-        all end the training before this step."""
+        """Make one step over the next global batch of `num_shards` shards, of which this member
+        computes `owned`.
+
+        stop: request that all members stop after this step. answer: the answer of on_step for the
+        previous step; if it wants the end, all members end the training before this step.
+        """
 
     def end_segment(self, exchange: Exchange_contra, tally: Tally) -> SegmentSummary:
-        """End a segment with these sums over its steps; its state may then be copied."""
+        """End a segment; return its summary. tally: sums over its steps."""
 
     def evaluator(self) -> Evaluator:
         """Return the evaluator of the present state, to be used before the next step."""
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Return the sums of the share's batches that this member has."""
+        """Evaluate this member's batches of the share; return their sums."""
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
-        """Return the state of this member, copied to the CPU; what all members have is left to the
-        first of them where each has something alone. into: tensors of an earlier copy, which nobody
-        needs any more."""
+        """Return this member's state, copied to the CPU. Where members hold different states, only
+        the first one includes what all of them have. into: tensors of an earlier copy that may be
+        overwritten."""
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continue from a state of the whole party, or from at least this member's part of it."""
+        """Load a state of the whole party, or at least this member's part of one."""
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the state that this member holds."""
+        """Return a fingerprint of this member's state."""
 
 
 class Joined(NamedTuple):
-    """A trainer, and the exchange of its kind that it takes steps over under one membership."""
+    """A trainer, and the exchange over which it makes steps under one membership."""
 
     trainer: MemberTrainer[Any]
     exchange: Exchange

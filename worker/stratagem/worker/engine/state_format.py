@@ -24,7 +24,7 @@ OPTIMIZER: Final = "optimizer/"
 _FORMAT: Final = "1"
 _CRC_BYTES: Final = 1 << 20
 _NUM_NAMES: Final = 5
-"""The number of names that a sentence lists."""
+"""Number of names that an error message lists."""
 _CPU_KEYS: Final = frozenset({"step", "mu_product"})
 NOTHING: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
@@ -32,12 +32,12 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
 def state_metadata(step: int, further: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the metadata of a state after `step` steps: these, then the further ones given."""
+    """Return the metadata of a state after `step` steps, extended by `further`."""
     return {"step": str(step), "format": _FORMAT, **(further or {})}
 
 
 def step_of(metadata: Mapping[str, str]) -> int:
-    """Return after how many steps a state was taken; InvalidInputError if it is of another
+    """Return the number of steps after which a state was taken; InvalidInputError for another
     format."""
     if metadata.get("format") != _FORMAT:
         raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
@@ -45,14 +45,14 @@ def step_of(metadata: Mapping[str, str]) -> int:
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """The live tensors; tied ones stand under each of their names."""
+    """Return the model's live tensors; tied ones appear under each of their names."""
     return {f"{MODEL}{name}": tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, params: NamedParams
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, metadata); empty before the first step for most optimizers."""
+    """Return the optimizer's (tensors, metadata); mostly empty before the first step."""
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for name, param in params:
@@ -69,13 +69,13 @@ def optimizer_state(
 
 
 def is_one_number(name: str) -> bool:
-    """Return whether a tensor of this name is one number that an optimizer keeps of a parameter,
-    and not one of each element."""
+    """Return whether the name is that of a scalar per parameter, such as a step count, and not of a
+    tensor per element."""
     return name.rpartition("/")[2] in _CPU_KEYS
 
 
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "state") -> None:
-    """Copy `model/…` tensors in, after checking names, shapes and dtypes; errors begin with
+    """Load the `model/…` tensors after checking names, shapes and dtypes; errors begin with
     `where`."""
     given = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
     expected = model.state_dict()
@@ -96,9 +96,9 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str
 
 
 def given_model_state(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """`model/…` tensors for a model out of a state, or out of a plain state_dict.
+    """Return the `model/…` tensors of a state, or of a plain state_dict, for a model.
 
-    Floating-point numbers get the dtype that the model has.
+    Floating-point tensors are converted to the model's dtypes.
     """
     if not any(name.startswith(MODEL) for name in tensors):
         tensors = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
@@ -112,10 +112,8 @@ def given_model_state(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[s
 
 
 def conversions_of(given: Mapping[str, str], model: nn.Module) -> str:
-    """Return which tensors `given_model_state` converts, as a sentence; "" if none.
-
-    given: the dtypes by name, as "float16"; the names as there.
-    """
+    """Return a sentence about the tensors that `given_model_state` converts; "" if none. given:
+    dtypes such as "float16", keyed by name."""
     own, found = model.state_dict(), dict[str, list[str]]()
     for full, dtype in sorted(given.items()):
         name = full.removeprefix(MODEL)
@@ -138,7 +136,7 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Replace the optimizer's state by what is given, which may be nothing."""
+    """Replace the optimizer's state by the given one, which may be empty."""
     known = dict(params)
     fused = {
         id(param): bool(group.get("fused"))
@@ -169,11 +167,9 @@ def load_optimizer_state(
 def copied(
     tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] = NOTHING
 ) -> dict[str, Tensor]:
-    """Copy on the CPU; names that shared storage share it again.
-
-    into: tensors that nobody needs any more, which become the copies where they fit: memory that is
-    new to the process costs several times as long as the copy.
-    """
+    """Copy tensors to the CPU; names that share storage also share the copy. into: tensors that may
+    be overwritten, and are used where they fit, since allocating memory costs several times as much
+    as copying."""
     made: dict[tuple[Any, ...], Tensor] = {}
     taken: set[int] = set()
     result: dict[str, Tensor] = {}
@@ -191,18 +187,18 @@ def copied(
 
 
 def storage_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common that are one under two names."""
+    """Return a key that is equal for two tensors that are the same memory under two names."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _fits(old: Tensor, tensor: Tensor) -> bool:
-    """Return whether a copy of the tensor would be made as this one is."""
+    """Return whether the old tensor can hold a copy of this one."""
     is_alike = (old.dtype, old.shape, old.device.type) == (tensor.dtype, tensor.shape, "cpu")
     return is_alike and old.is_contiguous() and tensor.is_contiguous()
 
 
 def fingerprint(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """CRC32C over names, dtypes, shapes and bytes in order of name: equal states, equal words."""
+    """Return a CRC32C over names, dtypes, shapes and bytes, sorted by name."""
     crc = google_crc32c.extend(0, json.dumps(dict(sorted(metadata.items()))).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -243,10 +239,10 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
 def dealt_out(
     tensors: Mapping[str, Tensor], num_members: int, first_bytes: int
 ) -> list[frozenset[str]]:
-    """Return by member which of these tensors it copies: about as many bytes for each, the largest
-    ones first. Those that are one tensor under several names stay together.
+    """Assign tensors to members for copying, about as many bytes to each; return the names per
+    member.
 
-    first_bytes: what the first member copies beside.
+    Tied tensors stay together. first_bytes: the bytes that the first member copies besides.
     """
     alike: dict[object, list[str]] = {}
     for name, tensor in tensors.items():

@@ -48,10 +48,10 @@ from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShar
 
 
 class Trainer:
-    """Model, optimizer and data position of one session. Used by one thread."""
+    """Trainer of a model that all members hold alike. Used by one thread."""
 
     def __init__(self, setup: Setup, share: StateShare | None = None) -> None:
-        """share: of the optimizer's state that is kept here; all of it unless given."""
+        """share: the slice of the optimizer's state that is kept here; None: all of it."""
         self.setup, self.job, self.model = setup, setup.job, setup.model
         self.callbacks, self.share = setup.callbacks, share
         job, execution = setup.job, setup.execution
@@ -97,13 +97,13 @@ class Trainer:
         self._is_training = False
 
     def connect(self, exchange: Reducer) -> None:
-        """Prepare for steps and evaluations with this exchange; all members must. Raises
+        """Prepare for steps and evaluations over this exchange; a collective call. Raises
         ExchangeError."""
         if self.pieces is not None:
             self.pieces.connect(exchange)
 
     def _make_schedule(self) -> ShadowSchedule | None:
-        """Make the user's schedule, if there is one for all steps of the job."""
+        """Make the user's schedule of all steps; None if the job has none."""
         job = self.job
         # Clients have schedules of their own, and turns have none by entry point.
         if job.turns is not None or isinstance(job.strategy, Federated):
@@ -127,8 +127,8 @@ class Trainer:
         return make_turns(job, setup.entrypoints, passes, policy, self.params)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Have the micro-batches of the coming steps read ahead. Phases say in each step only
-        whether its batch is read."""
+        """Announce the coming steps, so that their micro-batches are read ahead; not under phase
+        training, where each step decides whether its batch is read."""
         if self.phased is None:
             self.setup.gather.expect(self._coming(owned, num_shards, to_step))
 
@@ -144,7 +144,7 @@ class Trainer:
                     yield from micro_batches(rows, cuts, key)
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Set the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the learning rates to their values after `num_reductions` plateau reductions."""
         for turn in self.turns:
             turn.policy.lower_rates(num_reductions)
 
@@ -158,9 +158,9 @@ class Trainer:
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
         """Make one optimizer step over the next global batch, cut into `num_shards` shards; with
-        turns one of each of them, all or none.
+        turns, one step of each turn, all or none.
 
-        In a Predict phase the batch is passed over: nothing is computed on it, nothing exchanged.
+        In a Predict phase the batch is skipped: nothing is computed on it, nothing exchanged.
         """
         if self.phased is not None and not self.phased.begins_exact(self.state):
             return self._predicted_step(self.phased)
@@ -180,8 +180,8 @@ class Trainer:
         return report
 
     def finish_step_in_doubt(self, norm: float, *, is_finite: bool) -> StepReport:
-        """Apply the step of whose sums the norm did not come, as others have; what they have
-        updated comes with the slices of all."""
+        """Apply the step whose norm did not arrive, as other members have; their updates come
+        later, with the slices of all."""
         assert self.pieces is not None
         assert self.pieces.in_doubt is not None
         report = self.pieces.in_doubt.finish(norm, is_finite)
@@ -190,12 +190,12 @@ class Trainer:
         return report
 
     def take_average(self) -> None:
-        """Take the parameters into their average, which the latest step has left out."""
+        """Add the parameters to their average, if the latest step has not done so."""
         if self._average is not None:
             self._average.update(self.step)
 
     def _take_turns(self, batch: Batch, share: Share) -> StepReport:
-        """Make the updates of a step, which are one unless the job has turns."""
+        """Make the updates of a step: one, or one per turn."""
         turns = self.turns
         if len(turns) == 1:
             return self._shared_step.run(turns[0], 1, batch, share)
@@ -207,7 +207,7 @@ class Trainer:
         return whole_step(turns, reports)
 
     def _predicted_step(self, phased: PhasedUpdate) -> StepReport:
-        """Make an update without a batch."""
+        """Make an update with a predicted gradient, without a batch."""
         (turn,) = self.turns
         report = phased.predict(turn.policy, self.step)
         self.step = report.step
@@ -221,7 +221,7 @@ class Trainer:
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Return the sums of the share's batches."""
+        """Evaluate the share's batches; return their sums."""
         with evaluated(self.job, self._average), constant_buffers(self.model), self._passing():
             parts = self.evaluator().parts_of(share)
         if self.pieces is not None:
@@ -229,27 +229,26 @@ class Trainer:
         return parts
 
     def state(self) -> State:
-        """(live tensors by name, metadata). Valid until the next step."""
+        """Return (live tensors by name, metadata), valid until the next step."""
         return self._saved.live(self.step)
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
-        """Return `state`, copied to the CPU: it does not change while training continues.
+        """Return `state` copied to the CPU, with the parts that only this member holds.
 
-        Also what this member alone holds; and of a party of which each member holds residuals
-        alone, only the first gives what all of them have. Where each has a slice, each gives a part
-        of all, whichever it is. into: see `state_format.copied`.
+        If members hold separate residuals, only the first one includes the common state; if each
+        holds a slice, each copies a part of the whole. into: see `state_format.copied`.
         """
         with_shared = is_first or not self.is_sole_copy
         return self._saved.copied(self.step, with_shared=with_shared, into=into)
 
     def copy_mirror(self, into: Mapping[str, Tensor] = NOTHING) -> State | None:
-        """Return what `copy_state` gives on the member before this one, of the mirror of its
-        slice; None without one. into: see `state_format.copied`."""
+        """Return the `copy_state` of the member before this one, from the mirror of its slice; None
+        without a mirror. into: see `state_format.copied`."""
         return self._saved.copied_mirror(self.step, into)
 
     @cached_property
     def buckets(self) -> GradientBuckets:
-        """The storage of gradients that go over an exchange; it outlives memberships."""
+        """The storage of exchanged gradients; it outlives memberships."""
         bucket_bytes = BUCKET_BYTES if self.compressor is None else CODED_BUCKET_BYTES
         is_full = self.share is not None and self.share.is_full and self.share.size > 1
         return GradientBuckets(
@@ -261,13 +260,13 @@ class Trainer:
 
     @property
     def is_sole_copy(self) -> bool:
-        """True if this member holds state that no other has: residuals of its shards, or its slice
-        of the optimizer's state without a mirror."""
+        """True if only this member holds some state: residuals of its shards, or an unmirrored
+        slice of the optimizer's state."""
         has_residuals = self.compressor is not None and self.compressor.keeps_state
         return has_residuals or (self.pieces is not None and not self.pieces.is_mirrored)
 
     def end_segment(self, exchange: Reducer, tally: Tally) -> SegmentSummary:
-        """Return the summary of a segment with these sums over its steps."""
+        """Return the summary of a segment. tally: sums over its steps."""
         loss, metrics = tally.loss, tally.metrics(may_skip=self._rows.window.may_skip)
         if self.phased is not None:
             metrics |= self.phased.phases.metrics
@@ -277,19 +276,19 @@ class Trainer:
         return SegmentSummary(loss, metrics, {} if coder is None else asdict(coder.take_traffic()))
 
     def stream_marks(self) -> dict[int, str]:
-        """Return a mark of each stream of rows that is read here, as JSON; none for other rows."""
+        """Return the read position (mark) of each stream read here, as JSON; maybe none."""
         return self._rows.stream_marks()
 
     def add_stream_marks(self, marks: Mapping[int, str]) -> None:
-        """Take over marks of any streams, to read on from. No bit depends on them."""
+        """Add read positions of any streams, to continue from. They do not change any rows."""
         self._rows.add_stream_marks(marks)
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continue from a state that `state` gave, of this or another process."""
+        """Load a result of `state`, of this or another process."""
         self.step = self._saved.load(tensors, metadata)
 
     def fingerprint(self) -> str:
-        """Return a fingerprint, which is equal on all members that hold the same state."""
+        """Return a fingerprint, equal on all members with the same state."""
         return state_format.fingerprint(*self.state())
 
 
@@ -301,10 +300,10 @@ class Trainer:
 
 @contextmanager
 def all_or_none(turns: Sequence[StepTurn], saved: TrainerState, step: int) -> Iterator[None]:
-    """Is the time in which the turns of the step after `step` are done.
+    """Context manager around the turns of a step: if one fails, the earlier ones are undone.
 
-    What turns before the last one will change is copied. The last one changes nothing before all
-    of its sums are here.
+    Only state that turns before the last one change is copied; the last one changes nothing before
+    all its sums have arrived.
     """
     of_last = {name for name, _ in turns[-1].params}
     tensors, metadata = saved.live(step)

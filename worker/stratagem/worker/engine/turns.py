@@ -1,4 +1,4 @@
-"""The turns of a step say what each of its updates trains, by which objective and optimizer.
+"""Define the turns of a step: separate updates, each with its objective and optimizer.
 
 A step of a job without turns has one turn, of all trained parameters. The module does not know how
 gradients are made and reduced.
@@ -38,15 +38,15 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 def by_turn(
     turns: Sequence[TurnSpec], params: NamedParams
 ) -> list[tuple[TurnSpec, list[tuple[str, nn.Parameter]]]]:
-    """Return each turn with its parameters."""
+    """Return each turn with the parameters that it trains."""
     return [(turn, [(n, p) for n, p in params if turn.holds(n)]) for turn in turns]
 
 
 def make_optimizer_of(
     job: JobSpec, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
-    """Make a fresh optimizer of these parameters as the job says: with turns, that of each turn in
-    their order."""
+    """Make a new optimizer of these parameters as the job defines it; with turns, one per turn, in
+    order."""
     fused = job.execution.fusion
     if job.turns is None:
         return make_optimizer(job.optimizer, params, fused=fused, entrypoints=entrypoints)
@@ -62,24 +62,24 @@ def make_optimizer_of(
 
 @dataclass(frozen=True, slots=True)
 class StepTurn:
-    """One update of each step."""
+    """A turn: one of the updates that make a step."""
 
     params: NamedParams
-    """The parameters that it trains."""
+    """The parameters that the turn trains."""
     passes: Passes
     policy: StepPolicy
     name: str = ""
-    """Empty where a step has no other."""
+    """The name of the turn; empty if the step has only one."""
     number: int | None = None
-    """Its place in the step, from 0; None where a step has no other."""
+    """The index of the turn in the step, from 0; None if the step has only one."""
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The part of the key of its random numbers behind the step."""
+        """The turn's part of the key of random numbers, after the step."""
         return () if self.number is None else (self.number,)
 
     def begin(self, params: NamedParams) -> None:
-        """Freeze what it does not train of these parameters, and drop all gradients."""
+        """Freeze those of the parameters that other turns train, and drop all gradients."""
         if self.number:
             failpoint("worker.turns.after_turn")
         own = {id(param) for _, param in self.params}
@@ -91,8 +91,8 @@ class StepTurn:
 def make_turns(
     job: JobSpec, entrypoints: EntryPoints, passes: Passes, policy: StepPolicy, named: NamedParams
 ) -> list[StepTurn]:
-    """Make the turns of a job's steps. policy: of a whole step; an average is taken after the last
-    turn."""
+    """Make the turns of a job's steps. policy: of the whole step; weights are averaged after the
+    last turn."""
     if job.turns is None:
         return [StepTurn(named, passes, policy)]
     assert isinstance(policy.optimizer, OptimizersInOrder)
@@ -113,19 +113,19 @@ def make_turns(
 
 
 def unfreeze(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """End the turns of a step: all of these parameters are trained again."""
+    """End the turns of a step: make all these parameters trainable again."""
     for _, param in params:
         param.requires_grad_(True)
 
 
 def logged_of(turn: StepTurn, loss: float, num_rows: float, logged: LoggedSums) -> LoggedSums:
-    """Return what a turn has logged by the names that it has in the step, with the turn's loss."""
+    """Return a turn's logged values and its loss, with the turn's name appended to their names."""
     own = {f"{name}.{turn.name}": sums for name, sums in logged.items()}
     return {f"loss.{turn.name}": (loss * num_rows, num_rows), **own}
 
 
 def whole_step(turns: Sequence[StepTurn], reports: Sequence[StepReport]) -> StepReport:
-    """Return the report of a step of these turns: its loss is the sum of theirs."""
+    """Combine the reports of a step's turns; the loss is the sum of their losses."""
     num_skipped = sum(report.num_skipped for report in reports)
     rows = float(reports[0].num_rows)
     logged: LoggedSums = {}
@@ -153,31 +153,31 @@ def whole_step(turns: Sequence[StepTurn], reports: Sequence[StepReport]) -> Step
 
 @dataclass(frozen=True, slots=True)
 class LocalReport:
-    """The outcome of a local step. grad_norm: 2-norm of the whole gradient before clipping.
-    learning_rates: by series."""
+    """The outcome of a local step. grad_norm: 2-norm before clipping. learning_rates: keyed by
+    series."""
 
     counted: Counted
     grad_norm: float
     num_skipped: int
-    """1 where loss or gradient was not finite and nothing was changed; of turns, how many."""
+    """Number of turns that were skipped because loss or gradient was not finite."""
     learning_rates: Mapping[str, float]
 
     @property
     def is_skipped(self) -> bool:
-        """True if any of it was skipped: the step then has no part in sums."""
+        """True if any turn was skipped: the step then adds nothing to the sums."""
         return self.num_skipped > 0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """Does the steps of one model. Used by one thread."""
+    """Makes the steps of a model that is trained separately. Used by one thread."""
 
     turn: StepTurn
     must_divide: bool
-    """True if the gradient is that of the mean over all rows, not of the sum."""
+    """True to use the gradient of the mean over all rows, false for the sum."""
     callbacks: Callbacks
     protected: Callable[[Rows, Window], Counted] | None = None
-    """Makes gradients in place of the turn's passes, where rows are protected."""
+    """Computes privacy-protected gradients instead of the plain ones; None for plain ones."""
 
     def run(
         self,
@@ -187,8 +187,8 @@ class LocalStep:
         step: int,
         pull: Callable[[], None] = lambda: None,
     ) -> LocalReport:
-        """Make one step over these rows. step: from 1, for callbacks. pull: may add to the mean
-        gradient."""
+        """Make one step over these rows. step: from 1, for callbacks. pull: called before the
+        update, may change the mean gradient."""
         policy = self.turn.policy
         policy.begin()
         try:
@@ -210,7 +210,7 @@ class LocalStep:
         return LocalReport(counted, summary.norm.item(), num_skipped, applied.learning_rates)
 
     def _call_hook(self, rows: Rows, window: Window, step: int) -> None:
-        """Have the user's code change the gradient that is about to be applied."""
+        """Call the user's gradient hook before the gradients are applied."""
         key, randomness = window.key(0), self.turn.passes.randomness
         self.callbacks.take_gradients(self.turn.params, step, key, randomness, rows.activity)
 
@@ -218,8 +218,8 @@ class LocalStep:
 def whole_local_step(
     turns: Sequence[StepTurn], reports: Sequence[LocalReport], num_rows: int
 ) -> LocalReport:
-    """Return the report of a step of these turns: its loss is the sum of theirs, a mean over
-    rows."""
+    """Combine the reports of a step's turns; the loss, a mean over rows, is the sum of their
+    losses."""
     if len(turns) == 1:
         return reports[0]
     logged: LoggedSums = {}

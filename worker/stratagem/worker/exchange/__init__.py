@@ -1,6 +1,12 @@
-"""The exchange of a party sums the gradients of logical shards, whichever members compute them.
+"""Exchanges of a party: they sum the gradients of logical shards, whichever members compute them.
 
 A gossip exchange instead averages the parameters of neighbours.
+
+Extras: float64 scalars that travel with a step's gradients, in the last bucket.
+Set: one copy of all buckets, for the partial sums of some shards.
+Launch: declare a bucket final, so that its transfer may begin.
+Slice: the elements whose sum, and update, belong to one member.
+Window: one of a few buffers that buckets use in turn.
 """
 
 from stratagem.worker.exchange.buckets import GradientBuckets

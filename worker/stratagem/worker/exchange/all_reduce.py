@@ -40,7 +40,7 @@ from stratagem.worker.mesh.link import Link, PendingTransfer
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One message that a member sends or receives."""
+    """A message that a member sends or receives on its way through the tree."""
 
     transfer: Transfer
     is_send: bool
@@ -48,22 +48,19 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The messages and additions of one member, in order."""
+    """One member's messages and additions in the tree for a small bucket, in order."""
 
     up: tuple[Hop | Addition, ...]
-    """The way up, after which member 0 has the sum in its set 0."""
+    """The way up; at its end member 0 has the sum in its set 0."""
     down: tuple[Hop, ...]
-    """The way down, after which all members have it."""
+    """The way down; at its end all members have the sum."""
 
 
 def plan_tree(
     party: ShardOwners, step: StepPlan, flats: Sequence[Tensor], first_tag: int, stage: Tensor
 ) -> Tree:
     """Return one member's part in the tree. flats: this bucket in every set of the member; stage: a
-    buffer for one message.
-
-    It uses the tags [first_tag, first_tag + num_shards].
-    """
+    buffer for one message. Uses the tags [first_tag, first_tag + num_shards]."""
     rank = party.rank
     held = {
         node: (owner, index)
@@ -73,7 +70,7 @@ def plan_tree(
     up: list[Hop | Addition] = []
 
     def add_up(node: Node) -> tuple[int, int]:
-        """Return (the member that finally has the sum of the node, its set there)."""
+        """Return (the member that ends up with the node's sum, the set it is in there)."""
         if node in held:
             return held[node]
         below = split_node(node)
@@ -129,24 +126,24 @@ Sets = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One piece of a bucket: by rank, the elements [start, stop) that each member adds."""
+    """One piece of a bucket: for each rank, the elements [start, stop) that it adds."""
 
     bucket: int
     is_gathered: bool
     is_tree: bool
     slices: tuple[tuple[int, int], ...]
     stays: bool = False
-    """Each sum stays with the member that added it."""
+    """True if each sum stays with the member that added it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """All work of one member for one piece of a bucket."""
+    """One member's transfers and additions for one piece of a bucket."""
 
     bucket: int
     is_extras: bool
     adds_in_place: bool
-    """Additions overwrite what this member sends, so its sends must be done first."""
+    """True if additions overwrite what this member sends, so that its sends must complete first."""
     send_partials: tuple[Transfer, ...]
     receive_partials: tuple[Transfer, ...]
     additions: tuple[Addition, ...]
@@ -155,14 +152,14 @@ class Piece:
     send_sums: tuple[Transfer, ...]
     receive_sums: tuple[Transfer, ...]
     tree: Tree | None = None
-    """The tree, which replaces all of the above but `total`."""
+    """The tree, used instead of all fields above but `total`; None for pieces cut into slices."""
 
 
 def cut_pieces(
     layout: BucketLayout, size: int, owners: SliceOwners | None = None
 ) -> tuple[Cut, ...]:
-    """Return the pieces of all buckets in order; the same on all members. owners: the owners of the
-    sums, where these stay with them."""
+    """Return the pieces of all buckets, in order and equal on all members. owners: the owners of
+    the sums, if sums stay with them."""
     if owners is not None:
         last = len(layout.buckets) - 1
         return (*cut_slices(layout, owners), *_cut_bucket(last, layout.buckets[last], size))
@@ -185,7 +182,7 @@ def cut_slices(layout: BucketLayout, owners: SliceOwners) -> tuple[Cut, ...]:
 def _nth_part(
     whole: tuple[int, int], count: int, number: int, bucket: FlatVector
 ) -> tuple[int, int]:
-    """Return one of `count` parts of a slice; each begins at a multiple of SLOT_BYTES."""
+    """Return part `number` of `count` parts of a slice; each begins at a multiple of SLOT_BYTES."""
     start, stop = whole
     step = SLOT_BYTES // bucket.dtype.itemsize
     part = split_rows(-(-(stop - start) // step), count)[number]
@@ -193,7 +190,7 @@ def _nth_part(
 
 
 def num_tags(cuts: Sequence[Cut], party: ShardOwners) -> int:
-    """Return the number of tags of one step: for each piece one per shard, and one for the sum."""
+    """Return the number of tags of one step: for each piece one per shard, plus one for the sum."""
     return len(cuts) * (party.num_shards + 1)
 
 
@@ -205,9 +202,9 @@ def prepare(
     window: int,
     kept: KeptSums | None = None,
 ) -> tuple[Piece, ...]:
-    """Return this member's part in all pieces. The receive buffers of phase 1 are shared by piece i
-    and piece i + window, so at most `window` pieces may be in progress. kept: the place of sums
-    that stay here, if not set 0."""
+    """Return this member's part in all pieces. Pieces i and i + window share receive buffers, so at
+    most `window` pieces may be in progress. kept: the storage of sums that stay here, if not set
+    0."""
     foreign = [
         (peer, node)
         for peer, nodes in enumerate(step.nodes)
@@ -341,7 +338,7 @@ def _stage(buffer: Tensor, like: Tensor) -> Tensor:
 def tree_additions(
     partials: dict[Node, Tensor], num_live: int, total: Tensor
 ) -> tuple[Addition, ...]:
-    """Return the additions of the tree sum of partials into total, which overwrite partials."""
+    """Return the additions that sum the partials in the tree; they overwrite the partials."""
     additions: list[Addition] = []
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -367,7 +364,7 @@ WINDOW = 4
 
 
 class DirectMethod:
-    """A method by which each member adds its slices in the tree; bits depend only on the shards."""
+    """All-reduce in which each member adds its slices in the tree; bits depend on shards only."""
 
     suffix = ""
 
@@ -379,8 +376,8 @@ class DirectMethod:
         owners: SliceOwners | None = None,
         lent: LentBuckets | None = None,
     ) -> None:
-        """Plan the pieces. owners: the owners of the sums, where these stay with them. lent: the
-        windows, where buckets give their memory back."""
+        """Plan the pieces. owners: the owners of the sums, if sums stay with them. lent: the
+        windows, if buckets give their memory back."""
         self._link, self._party = link, party
         self._cuts = cut_pieces(layout, link.size, owners)
         self.num_tags = num_tags(self._cuts, party)
@@ -418,11 +415,11 @@ class _DirectRun:
     num_filled: int = 0
     """The number of buckets that were copied into windows."""
     receives: list[list[PendingTransfer]] = field(default_factory=list)
-    """Phase 1, by piece."""
+    """Receives of phase 1, by piece."""
     sends: list[list[PendingTransfer]] = field(default_factory=list)
-    """Phase 1, by piece."""
+    """Sends of phase 1, by piece."""
     rest: list[PendingTransfer] = field(default_factory=list)
-    """Phase 2."""
+    """Transfers of phase 2."""
 
     def run(self) -> None:
         for index, piece in enumerate(self.pieces):
@@ -446,8 +443,8 @@ class _DirectRun:
         self.turn.wait(self.rest)
 
     def _has_window(self, bucket: int, index: int) -> bool:
-        """Return whether a bucket is in its window, or can be copied there while piece `index` is
-        the first that is not added yet."""
+        """Return whether a bucket is in its window, or may be copied there while piece `index` is
+        the first not yet added."""
         if self.lent is None or bucket < self.num_filled:
             return True
         before = bucket - NUM_WINDOWS
@@ -462,8 +459,8 @@ class _DirectRun:
         return True
 
     def _send_ready(self, index: int) -> None:
-        """Send piece `index` as soon as its bucket was launched, and later pieces that are ready by
-        then and may be in progress too."""
+        """Send piece `index` once its bucket was launched, and later pieces that are ready and fit
+        the window."""
         last = min(index + self.window, len(self.pieces))
         if not self.link.in_order:
             while len(self.receives) < last:
@@ -485,7 +482,7 @@ class _DirectRun:
                 self.rest += self._post((), piece.receive_sums)
 
     def _climb(self, piece: Piece, tree: Tree) -> None:
-        """Run a tree up and down, message by message, with this member's own additions."""
+        """Run a tree up and down, one message at a time, adding in between."""
         for move in tree.up:
             if isinstance(move, Hop):
                 self._hop(move)
@@ -507,6 +504,6 @@ class _DirectRun:
     def _post(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer]
     ) -> list[PendingTransfer]:
-        """Start transfers and return them all."""
+        """Start transfers and return all of them."""
         received, sent = start_transfers(self.link, self.turn.first_tag, sends, receives)
         return received + sent

@@ -20,13 +20,13 @@ from stratagem.worker.mesh.link import Link
 from stratagem.worker.mesh.staging import SideStream
 
 NOTHING: Final = -1
-"""The number of a block for a member that has ended its passes."""
+"""The block number that a member sends after it has ended its passes."""
 _ROUND: Final = plan_step(ShardOwners(0, 1, 1), 1)
 _WISH, _BLOCK = range(2)
 
 
 class BlockRounds:
-    """A `Method` whose step is one round."""
+    """A `Method` whose step is one round of requests for blocks."""
 
     suffix = ""
     num_tags = 2
@@ -35,7 +35,7 @@ class BlockRounds:
         self._link, self._held, self._own = link, held, own
         self.wishes = [torch.full((1,), NOTHING, device=_device(own)) for _ in range(link.size)]
         self.found: list[Tensor] = []
-        """The bytes of the block of the latest round, by rank."""
+        """The bytes of the block fetched in the latest round, by rank."""
 
     def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> None:
         """See `Method`; there is nothing to prepare."""
@@ -73,7 +73,7 @@ class BlockRounds:
 
 
 class LinkParameters:
-    """A `ParameterTransport` over a share of a link, which it owns."""
+    """A `ParameterTransport` over its own share of a link."""
 
     def __init__(
         self, link: Link, held: HeldBlocks, device: torch.device, *, deadline_s: float

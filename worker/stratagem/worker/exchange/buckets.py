@@ -21,7 +21,7 @@ from stratagem.worker.exchange.slice_owners import KeptSums
 
 
 class GradientBuckets:
-    """Fixed buckets for the gradients of these parameters and for `num_extras` float64 values."""
+    """Buckets that hold the gradients of these parameters and `num_extras` float64 values."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         gives_back: bool = False,
     ) -> None:
-        """Plan the buckets. bucket_bytes: the largest size of a bucket of several parameters.
+        """Plan the buckets. bucket_bytes: the size limit of a bucket of several parameters.
         gives_back: each bucket but the extras has memory only from its first gradient until the
         exchange calls `give_back`."""
         frozen = [name for name, param in params if not param.requires_grad]
@@ -55,7 +55,7 @@ class GradientBuckets:
             if param.dtype != self.layout.buckets[slot.bucket].dtype
         }
         self._narrow: dict[int, Tensor] = {}
-        """Gradients in the type of autograd, where the bucket has a wider one."""
+        """Gradients in the parameter's type, by index, if the bucket's type is wider."""
         self._in_bucket: list[list[nn.Parameter]] = [[] for _ in self.layout.buckets]
         for slot, param in zip(self.layout.slots, self._params, strict=True):
             self._in_bucket[slot.bucket].append(param)
@@ -88,13 +88,13 @@ class GradientBuckets:
         return self._views[index]
 
     def scratch(self, which: range) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (these flat buckets, gradients in them) of a zeroed set of the caller's."""
+        """Return (flat buckets, gradients in them) of one of the caller's own sets, zeroed."""
         flats = self._make_flats(which)
         return flats, self.views_of(flats, which)
 
     def move_to(self, sets: Sequence[Sequence[Tensor]]) -> None:
-        """Move the sets to this memory, which must be zeros, or to new memory if none is given.
-        Their content is lost."""
+        """Move the sets to this memory, which must be zero, or to new memory if None. Their content
+        is lost."""
         self._sets, self._views = [], []
         for flats in sets:
             self._add_set(list(flats))
@@ -108,8 +108,7 @@ class GradientBuckets:
                 flat.untyped_storage().resize_(0)
 
     def hold(self) -> None:
-        """Allocate the memory that was freed again, as zeros, so that all sets have memory, unless
-        buckets give it back anyway."""
+        """Allocate freed memory again, as zeros, unless buckets give memory back anyway."""
         if self.gives_back:
             return
         for index in range(len(self._sets)):
@@ -117,8 +116,8 @@ class GradientBuckets:
         self._is_freed = False
 
     def give_back(self, bucket: int) -> None:
-        """Free the memory of a bucket in all sets: nothing may read or write it any more, and no
-        `.grad` may be left in it, to which an unexpected backward pass would write."""
+        """Free a bucket's memory in all sets: nothing may read or write it any more, and no `.grad`
+        may refer to it, since an unexpected backward pass would write there."""
         for param in self._in_bucket[bucket]:
             param.grad = None
         for flats in self._sets:
@@ -146,18 +145,18 @@ class GradientBuckets:
             param.grad = None
 
     def go_on(self, on_full: Callable[[int], None] | None) -> None:
-        """Add a further backward to the set; on_full is called with completed buckets."""
+        """Let a further backward add to the set; on_full is called with each full bucket."""
         self._on_full, self._is_further = on_full, True
         if on_full is not None:
             self._came = [False] * len(self._params)
             self._num_missing = list(self._per_bucket)
 
     def reached(self) -> list[bool]:
-        """Return for each parameter whether the set that was begun has its gradient."""
+        """Return for each parameter whether the present set has its gradient."""
         return list(self._filled)
 
     def discard(self) -> None:
-        """Forget the set that was begun, and all gradients."""
+        """Drop the present set and all gradients."""
         self._filling = self._on_full = None
         for param in self._params:
             param.grad = None
@@ -171,8 +170,8 @@ class GradientBuckets:
         self._filled = [True] * len(self._filled)
 
     def end(self, index: int, extras: Tensor, first: int = 0) -> None:
-        """Zero the slots that backward did not reach; every bucket is full now. first: the first
-        bucket that has not been launched."""
+        """Finish the present set: zero the slots that backward did not reach. first: the first
+        bucket not launched yet."""
         if self._is_freed:
             self._hold_set(index, first)
         for filled, view in zip(self._filled, self._views[index], strict=True):
@@ -183,7 +182,7 @@ class GradientBuckets:
         self._is_further = False
 
     def expose(self) -> Tensor:
-        """Point every param.grad at its sum, in set 0, and return the summed extras."""
+        """Set every param.grad to its sum, in set 0; return the summed extras."""
         self.tensors(0)
         for index, (param, view) in enumerate(zip(self._params, self._views[0], strict=True)):
             if index in self._are_narrow:
@@ -195,13 +194,13 @@ class GradientBuckets:
         return self._sets[0][-1].to("cpu", copy=True)
 
     def extras(self) -> Tensor:
-        """Drop every param.grad that backward has left, and return the summed extras."""
+        """Drop every param.grad; return the summed extras."""
         for param in self._params:
             param.grad = None
         return self._sets[0][-1].to("cpu", copy=True)
 
     def divide(self, divisor: float) -> None:
-        """Divide the sums in their widest type, so that a narrow parameter rounds only once."""
+        """Divide the sums in the bucket's type, so that a narrow parameter rounds only once."""
         for flat in self.tensors(0)[:-1]:
             flat.div_(divisor)
         self.expose()
@@ -235,7 +234,7 @@ class GradientBuckets:
         ]
 
     def _add_again(self, index: int, bucket: int, param: Tensor) -> None:
-        """Add a further gradient of the shard; autograd added in place unless .grad was taken."""
+        """Add a further gradient of the shard to its slot, unless autograd has done so."""
         if self._on_full is not None and self._num_missing[bucket] == 0:
             name = self.layout.slots[index].name
             raise RuntimeError(
@@ -255,7 +254,7 @@ class GradientBuckets:
             self._on_full(bucket)
 
     def _take(self, index: int, bucket: int, param: Tensor) -> None:
-        """Put a gradient that backward has just finished into its slot."""
+        """Move a gradient that backward has just finished into its slot."""
         if self._filling is None:
             return  # a backward that is not part of a shard
         if self._filled[index]:
@@ -297,7 +296,7 @@ NUM_WINDOWS: Final = 4
 
 
 class LentBuckets:
-    """The windows of one member, from which it sends."""
+    """Send buffers (windows) of a member whose buckets give their memory back."""
 
     def __init__(self, buckets: GradientBuckets, kept: KeptSums) -> None:
         self.buckets, self.kept = buckets, kept
@@ -305,8 +304,8 @@ class LentBuckets:
         """The windows by set."""
 
     def sets(self, sets: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Return these sets for the exchange, with each bucket but the extras in a window, which
-        buckets `NUM_WINDOWS` apart share."""
+        """Return these sets with each bucket but the extras replaced by a window; buckets
+        `NUM_WINDOWS` apart share one."""
         widest = max((bucket.size_bytes for bucket in self.buckets.layout.buckets[:-1]), default=0)
         while len(self._windows) < len(sets):
             made = torch.zeros(NUM_WINDOWS, widest, dtype=torch.uint8, device=self.buckets.device)

@@ -23,12 +23,12 @@ from stratagem.worker.mesh.link import Link, PendingTransfer
 from stratagem.worker.mesh.staging import host_room
 
 ON_DEVICE: Final = ("nccl",)
-"""The engines that send only from the memory of the device."""
+"""Engines that can only send from the memory of the device."""
 
 
 def pays_off(compressor: Compressor, num_shards: int) -> bool:
-    """Return whether messages are fewer bytes than sums, whose exchange sends every gradient to the
-    member that adds it, and the sum back."""
+    """Return whether coded messages take fewer bytes than sums, which travel to the member that
+    adds and back."""
     return num_shards * compressor.message_bytes < 2 * compressor.raw_bytes
 
 
@@ -41,7 +41,7 @@ class _Prepared:
 
 
 class PayloadMethod:
-    """A `Method` that sends the coded pieces of each shard."""
+    """A `Method` that sends each shard's coded pieces to all members."""
 
     suffix = " payloads"
 
@@ -68,7 +68,7 @@ class PayloadMethod:
         return _Prepared(step, sets, incoming)
 
     def _room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Allocate the buffer for a piece that goes to this device."""
+        """Allocate the receive buffer for a piece, on the host or on this device."""
         if self._link.name in ON_DEVICE:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return host_room((num_bytes,), torch.uint8, device)
@@ -95,7 +95,7 @@ class PayloadMethod:
         self._count(len(step.live))
 
     def _send_ready(self, under_way: "_UnderWay", prepared: _Prepared, awaited: Portion) -> None:
-        """Send the pieces of this portion once it was launched, and of later launched ones."""
+        """Send this portion once it is launched, and later ones that are launched already."""
         num_launched = under_way.turn.await_launch(awaited.buckets[-1])
         for portion in self._portions[under_way.num_sent :]:
             if portion.buckets[-1] >= num_launched:
@@ -145,7 +145,7 @@ class _UnderWay:
     portions: Sequence[Portion]
     turn: Turn
     receives: list[list[PendingTransfer]] = field(default_factory=list)
-    """The receives by portion."""
+    """Receives by portion."""
     sends: list[PendingTransfer] = field(default_factory=list)
     num_sent: int = 0
     """The number of portions sent."""
@@ -153,9 +153,9 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Summing:
-    """One portion of the sum over all live shards, from partial sums and from pieces of the others.
+    """The sum of one portion over all live shards, from partial sums and the others' coded pieces.
 
-    It may overwrite the partial sums, and decodes a shard only when it is added, so that few are in
+    It may overwrite the partial sums. A shard is decoded only when it is added, so that few are in
     memory.
     """
 
@@ -199,7 +199,7 @@ class Summing:
 def put(
     target: Sequence[Tensor], total: Sequence[Tensor], divisor: float | None, has_extras: bool
 ) -> None:
-    """Leave the sum, divided, in the target; the extras, in the last bucket, are never divided."""
+    """Write the divided sum into the target; extras, in the last bucket, are not divided."""
     for flat, summed in zip(target, total, strict=True):
         if flat is not summed:
             flat.copy_(summed)

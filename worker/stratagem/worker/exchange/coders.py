@@ -42,17 +42,17 @@ State = Mapping[str, Tensor]
 
 
 class Coder(Protocol):
-    """A coder and decoder of the gradients of one model, float32, in the order of the layout."""
+    """Encodes and decodes the gradients of one model: float32, in the order of the layout."""
 
     def initial_state(self) -> State: ...
 
     def code(self, gradients: Sequence[Tensor], state: State, key: int) -> tuple[Tensor, State]:
-        """Return (the payload, uint8 on the CPU; the state after it), and replace the gradients by
-        their decoded values. Raises NonFiniteError before anything is changed."""
+        """Encode gradients; return (payload as uint8 on the CPU, the next state). The gradients are
+        replaced by their decoded values. Raises NonFiniteError before anything is changed."""
 
     def decode(self, payload: Tensor, key: int, gradients: Sequence[Tensor], *, adds: bool) -> None:
-        """Write the decoded values of a payload into the gradients, or add them. payload: uint8, on
-        any device."""
+        """Decode a payload into the gradients; adds: add to them instead. payload: uint8, on any
+        device."""
 
 
 def coder_of(
@@ -62,8 +62,7 @@ def coder_of(
     device: torch.device,
     numerics: int = CURRENT,
 ) -> Coder:
-    """Return the coder for this codec and device. codec: the codec of this section and layout, in
-    numpy. device: that of the gradients."""
+    """Make the coder for this codec and device. codec: the numpy codec of this spec and layout."""
     if not kernels.runs_programs(device):
         return HostCoder(codec)
     match spec.codec:
@@ -122,15 +121,15 @@ FLOAT_BYTES: Final = 4
 
 class Form(Protocol):
     def encode(self, tensors: Sequence[Tensor], key: int, *, leaves_rest: bool) -> Tensor:
-        """Return the payload (uint8, on the device) of vectors in order of the layout. leaves_rest:
-        each coded tensor is replaced by the part that the payload does not carry; otherwise nothing
-        changes. Raises NonFiniteError before anything is changed."""
+        """Encode vectors, in order of the layout, as uint8 on the device. leaves_rest: each encoded
+        vector is replaced by its residual; otherwise nothing changes. Raises NonFiniteError before
+        anything is changed."""
 
     def decode(
         self, payload: Tensor, host: ByteArray, key: int, targets: Sequence[Tensor], *, adds: bool
     ) -> None:
-        """Write the decoded values of a payload into the vectors, or add them. host: a copy of the
-        payload, of which the host reads a few bytes."""
+        """Decode a payload into the vectors; adds: add to them instead. host: a copy of the payload
+        on the CPU, for headers."""
 
 
 class DeviceCoder:
@@ -139,7 +138,7 @@ class DeviceCoder:
     def __init__(
         self, form: Form, codec: Codec, layout: Sequence[TensorLayout], device: torch.device
     ) -> None:
-        """Take a form of a codec. codec: the same in numpy, which defines the state."""
+        """Use this form of a codec. codec: the same one in numpy, which defines the state."""
         self._form, self._device = form, device
         self._kept = {name: x.size for name, x in codec.initial_state().items()}
         names = [f"{RESIDUAL}{spec.name}" for spec in layout]
@@ -178,7 +177,7 @@ def finite_totals(names: Sequence[str], tensors: Sequence[Tensor]) -> list[float
 
 
 def on_host(values: Sequence[Tensor]) -> NDArray[Any]:
-    """Return small tensors of one shape as one array (n, ...)."""
+    """Return small tensors of one shape as one numpy array (n, ...)."""
     if not values:
         return np.empty(0)
     array: NDArray[Any] = to_host(torch.stack(list(values))).wait().numpy()
@@ -186,12 +185,12 @@ def on_host(values: Sequence[Tensor]) -> NDArray[Any]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the memory of a vector, on a device of little endian."""
+    """Return the bytes of a vector as uint8, without a copy."""
     return tensor.view(torch.uint8)
 
 
 def floats_of(payload: Tensor) -> Tensor:
-    """Return a copy of bytes, which may begin at any address, as float32."""
+    """Return bytes, which may be unaligned, as a float32 copy."""
     return payload.clone().view(torch.float32)
 
 
@@ -215,8 +214,8 @@ def _flats(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 class TernaryForm:
-    """The form of ternary payloads: the tensors in order, each as a scale and its codes, or as its
-    values where these are no more bytes."""
+    """Device form of the ternary codec: each tensor as a scale and 2-bit codes, or uncoded if that
+    is smaller."""
 
     def __init__(
         self, spec: CompressionSpec, layout: Sequence[TensorLayout], bypassed: Sequence[str]
@@ -280,8 +279,8 @@ def quantised(
     *,
     leaves_rest: bool,
 ) -> tuple[FloatArray, list[Tensor]]:
-    """Return (scales, codes of each) of finite tensors whose magnitudes have these sums.
-    leaves_rest: each tensor is replaced by its uncoded part. Waits for the device once."""
+    """Return (scales, codes) of finite tensors with these sums of magnitudes. leaves_rest: each
+    tensor is replaced by its residual. Waits for the device once."""
     thresholds = [
         float(threshold_of(threshold_fraction, total, x.numel()))
         for x, total in zip(tensors, totals, strict=True)
@@ -303,13 +302,13 @@ def quantised(
 
 
 def largest(tensors: Sequence[Tensor]) -> FloatArray:
-    """Return max |x| of each tensor, which has elements; never -0. Waits for the device once."""
+    """Return max |x| of each non-empty tensor, never as -0. Waits for the device once."""
     ends = on_host([torch.stack(torch.aminmax(x)) for x in tensors])
     return np.array([max(-low, high) + 0.0 for low, high in ends], np.float32)
 
 
 def with_scales(scales: FloatArray, codes: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return [the scale's bytes, the codes] of each tensor."""
+    """Return each tensor's scale, as bytes, followed by its codes."""
     if not codes:
         return []
     there = bytes_of(torch.from_numpy(scales).to(codes[0].device))
@@ -336,8 +335,8 @@ _INT8_LEVELS = np.float32(127.0)
 
 
 class VsaForm:
-    """The form of vsa payloads: the bundle in its codec, a scale per tensor in it, then small
-    uncoded tensors."""
+    """Device form of the vsa codec: one bundle for all large tensors with their scales, then the
+    small tensors uncoded."""
 
     def __init__(
         self, spec: CompressionSpec, layout: Sequence[TensorLayout], numerics: int
@@ -417,7 +416,7 @@ class VsaForm:
         return kernels.signs(key_seed(self._names[place]), self._codec.dimension, device)
 
     def _coded(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the bundle's bytes, their decoded values)."""
+        """Return (the bundle as bytes, the values that they decode to)."""
         totals = finite_totals([BUNDLE], [vector])
         match self._inner:
             case "int8":

@@ -36,16 +36,16 @@ from stratagem.worker.mesh.staging import to_host
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """The tensors that are coded together as soon as all of their buckets are full."""
+    """A group of tensors that are encoded together, as soon as all of their buckets are full."""
 
     index: int
     buckets: range
-    """The buckets of the portion; the last bucket of the last portion is that of the extras, which
-    are not coded."""
+    """The buckets of the portion. The last portion also has the bucket of the extras, which are not
+    encoded."""
     places: range
-    """The places of its tensors among the parameters."""
+    """The indices of its tensors among the parameters."""
     num_bytes: int
-    """The size of its payload."""
+    """Size of the portion's payload."""
     state_names: tuple[str, ...]
     coder: Coder
     has_extras: bool
@@ -54,8 +54,8 @@ class Portion:
 def plan_portions(
     layout: BucketLayout, codec: Codec, coder: Coder, device: torch.device
 ) -> list[Portion]:
-    """Return the portions in order of their buckets, which are all buckets of the layout. coder:
-    that of all tensors, where gradients are on `device`."""
+    """Return the portions in order of their buckets, over all buckets of the layout. coder: that of
+    all tensors, for gradients on `device`."""
     buckets = range(len(layout.buckets))
     held = [_places(layout, bucket) for bucket in buckets[:-1]]
     is_here = device.type == "cpu" and isinstance(coder, HostCoder)
@@ -76,7 +76,7 @@ def plan_portions(
 
 
 def _places(layout: BucketLayout, bucket: int) -> range:
-    """Return the parameters of a bucket: neighbours, as buckets take them in order."""
+    """Return the indices of a bucket's parameters, which are consecutive."""
     held: Sequence[int] = [slot.index for slot in layout.slots if slot.bucket == bucket]
     return range(min(held), max(held) + 1)
 
@@ -88,11 +88,11 @@ _STATE_NAME: Final = re.compile(r"(residual|basis)/shard(\d+)/(.+)", re.DOTALL)
 
 @dataclass(slots=True)
 class Traffic:
-    """The bytes that this member has sent, over some steps."""
+    """Number of bytes that this member has sent over some steps."""
 
     sent_bytes: int = 0
     uncompressed_bytes: int = 0
-    """The bytes that the same steps would have sent as float32."""
+    """Number of bytes that these steps would have sent uncompressed, as float32."""
 
 
 @dataclass(slots=True)
@@ -104,12 +104,15 @@ class _Coded:
     state: dict[str, Tensor]
     extras: Tensor | None = None
     is_spoiled: bool = False
-    """True if a value was not finite."""
+    """True if a gradient was not finite."""
 
 
 class Compressor:
-    """A coder and decoder of shards of one model. A *message* is a payload and the shard's extras;
-    a *piece* is a portion's part of it, the last one with the extras."""
+    """Encodes and decodes the shards of one model, with residuals per shard.
+
+    A *message* is a payload and the shard's extras; a *piece* is a portion's part of a message, the
+    last one with the extras.
+    """
 
     def __init__(
         self,
@@ -121,8 +124,8 @@ class Compressor:
         may_skip: bool = False,
         numerics: int = CURRENT,
     ) -> None:
-        """Begin without residuals. may_skip: gradients that are not finite do not end the run but
-        spoil their step; see `StepScalars.reached`."""
+        """Begin without residuals. may_skip: gradients that are not finite spoil their step instead
+        of ending the run; see `StepScalars.reached`."""
         self.name, self.keeps_state = spec.codec, spec.keeps_state
         self.traffic = Traffic()
         self.layout = layout = tuple(
@@ -145,7 +148,7 @@ class Compressor:
         self._step = 0
 
     def portions(self, layout: BucketLayout) -> list[Portion]:
-        """Return the portions of coded shards, for gradients in buckets of this layout."""
+        """Return the portions for gradients in buckets of this layout."""
         if layout.digest not in self._portions:
             portions = plan_portions(layout, self._codec, self._coder, self._device)
             self._portions[layout.digest] = portions
@@ -158,12 +161,12 @@ class Compressor:
             self._own(owned)
 
     def weigh(self, shard: int, weight: float) -> None:
-        """Set an own shard's weight, also the first of its extras, before the shard is coded."""
+        """Set an own shard's weight, the first of its extras; required before `code`."""
         self._units[shard] = unit(weight, self._numerics)
 
     def code(self, shard: int, portion: Portion, gradients: Sequence[Tensor]) -> None:
-        """Code a portion of the shard and replace its gradients, of all parameters, by their
-        decoded values. If not finite, raise UserCodeError, or zero them and spoil the shard."""
+        """Encode a portion of the shard, and replace its gradients by their decoded values. If one
+        is not finite, raise UserCodeError, or zero the gradients and spoil the shard."""
         if shard not in self._units:
             raise RuntimeError(
                 "gradients came before the forward pass had ended: a micro-batch is one backward"
@@ -191,14 +194,14 @@ class Compressor:
         coded.state.update(after)
 
     def end(self, shard: int, extras: Tensor) -> None:
-        """Complete the message of a coded shard. Values that were not finite are marked in the
-        extras, by which all members know."""
+        """Complete the message of a shard. Gradients that were not finite are flagged in the
+        extras, so that all members know."""
         if self._coded[shard].is_spoiled:
             extras[FIRST_REACHED] = torch.nan
         self._coded[shard].extras = extras.clone()
 
     def piece(self, shard: int, portion: Portion) -> Tensor:
-        """Return the piece of a coded portion of an own shard, for others: uint8 on the CPU."""
+        """Return the piece of an own shard's portion for other members: uint8 on the CPU."""
         coded = self._coded[shard]
         payload = coded.payloads[portion.index]
         if not portion.has_extras:
@@ -211,8 +214,8 @@ class Compressor:
         return portion.num_bytes + 8 * beside
 
     def _with_weight(self, payload: Tensor, weight: Tensor) -> Tensor:
-        """Return a piece before the last one: its decoding needs the weight before the extras come.
-        weight: float64 (1,)."""
+        """Return a payload with the weight before it, which decoding needs before the extras
+        arrive. weight: float64 (1,)."""
         return payload if self._numerics < 2 else torch.cat([payload, weight.view(torch.uint8)])
 
     def message(self, shard: int) -> Tensor:
@@ -240,8 +243,8 @@ class Compressor:
         *,
         adds: bool = False,
     ) -> Tensor:
-        """Decode another member's piece: write the portion's gradients into `gradients`, or add
-        them, and return the extras in the piece (float64, on the CPU; only in the last one)."""
+        """Decode another member's piece into `gradients`; adds: add to them instead. Return the
+        extras of the last piece (float64, on the CPU), else nothing."""
         extras = to_host(piece[portion.num_bytes :]).wait().clone().view(torch.float64)
         payload, key = piece[: portion.num_bytes], self._key(shard)
         its = unit(float(extras[0]), self._numerics) if extras.numel() else 1.0
@@ -256,14 +259,14 @@ class Compressor:
         return extras if portion.has_extras else extras[:0]
 
     def applied(self) -> None:
-        """Make the step's residuals the shards' state, once the step has been applied."""
+        """Keep the step's new residuals; called once the step has been applied."""
         if self.keeps_state:
             self._states.update({shard: encoded.state for shard, encoded in self._coded.items()})
         self._coded = {}
 
     def rescale(self, factor: float) -> None:
-        """Scale the residuals because gradients will be larger by this factor from now on. factor:
-        a power of two. Other parts of the state have directions only."""
+        """Scale the residuals, since gradients are scaled by this factor from now on. factor: a
+        power of two. Other parts of the state do not depend on the scale."""
         self._states = {
             shard: {
                 name: kept * factor if name.startswith(RESIDUAL) else kept
@@ -282,8 +285,8 @@ class Compressor:
         return taken
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the own shards by name, as in `residual/shard<k>/<parameter>`; none
-        before a step."""
+        """Return the residuals of the own shards, as `residual/shard<k>/<parameter>`; empty before
+        the first step."""
         return {
             _full_name(shard, name): values
             for shard, state in sorted(self._states.items())
@@ -291,7 +294,7 @@ class Compressor:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors of any shards from a state; other tensors are ignored."""
+        """Load the residuals of any shards from a state; ignore other tensors."""
         by_shard: dict[int, dict[str, Tensor]] = {}
         initial = self._coder.initial_state()
         for full, tensor in tensors.items():
@@ -339,8 +342,8 @@ def compressor_of(
     absorbs: bool,
     numerics: int,
 ) -> Compressor | None:
-    """Return the compressor of the job, or None. absorbs: the loss is scaled, and a step whose
-    gradient is not finite is repeated with a smaller scale."""
+    """Make the compressor of the job; None if it has no codec. absorbs: the loss is scaled, and
+    steps with non-finite gradients are repeated with a smaller scale."""
     spec = exchanged_codec(job.compression, job.strategy)
     if spec is None:
         return None

@@ -28,16 +28,16 @@ from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 WINDOW: Final = 3
 """The number of buckets in transfer at once."""
 SLICE_ELEMENTS: Final = 1 << 15
-"""The number of elements mixed at once, so that the float64 sums stay in the cache."""
+"""Number of elements mixed at once, so that the float64 sums fit into the cache."""
 MAX_TAG: Final = 2**31 - 1
 
 Term = Callable[[int, int], Tensor]
-"""A function (node, index) -> a flat float64 tensor."""
+"""A function of (node, index) that returns a flat float64 tensor to be summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Routes:
-    """The nodes that are sent to, and received from, each other member, ascending."""
+    """The nodes sent to, and received from, each other member, in ascending order."""
 
     out: Mapping[int, tuple[int, ...]]
     back: Mapping[int, tuple[int, ...]]
@@ -45,7 +45,7 @@ class _Routes:
 
 @dataclass(slots=True)
 class _Transit:
-    """One bucket in transfer: its own and received parameters by node, and the transfers."""
+    """One bucket in transfer: the parameters of own and received nodes, and the transfers."""
 
     flats: dict[int, Tensor]
     receives: list[PendingTransfer]
@@ -57,8 +57,8 @@ R = TypeVar("R")
 
 
 def _raising_anew(exchange: Callable[P, R]) -> Callable[P, R]:
-    """Let an exchange raise a new ExchangeError with the same message: the traceback of the first
-    one would keep transfers alive, and with them the group."""
+    """Decorate an exchange so that it raises a new ExchangeError: the traceback of the original one
+    would keep the transfers and the group alive."""
 
     @wraps(exchange)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,11 +87,9 @@ class GossipExchange:
         deadline_s: float,
         public: PublicCopies | None = None,
     ) -> None:
-        """Plan the exchange and take over the link; None when there is one member only.
-
-        nodes: those of each member by rank, contiguous; weights: those of each node, ascending by
-        node; public: the copies to which coded moves are added.
-        """
+        """Plan the exchange and take over the link (None for a lone member). nodes: each member's
+        nodes by rank, contiguous. weights: each node's mixing weights, by ascending node. public:
+        the copies to which coded moves are added; None without a codec."""
         self._link, self._rank, self._size = link, rank, len(nodes)
         self._waiter = None if link is None else Waiter(link, deadline_s=deadline_s)
         self._own, self._weights, self._public = nodes[rank], weights, public
@@ -161,7 +159,7 @@ class GossipExchange:
 
     @_raising_anew
     def sum_in_order(self, sizes: Sequence[int], term: Term) -> list[Tensor]:
-        """Return for each index the sum of term(node, index) over all nodes, in order of node;
+        """Return for each index the sum of term(node, index) over all nodes, in order of node, in
         float64.
 
         sizes: elements by index. A running sum goes from member to member and the result comes back
@@ -221,7 +219,7 @@ class GossipExchange:
         tensors: Mapping[int, Sequence[Tensor]],
         first_tag: int,
     ) -> _Transit:
-        """Start the transfers of a bucket of the own nodes, and of the neighbours' one."""
+        """Start sending a bucket of the own nodes, and receiving that of their neighbours."""
         bucket, tag = buckets[index], first_tag + index * self.num_nodes
         like = tensors[self._own[0]][bucket.indices[0]]
         flats = {
@@ -247,7 +245,7 @@ class GossipExchange:
     def _mixed(
         self, node: int, bucket: Bucket, flats: Mapping[int, Tensor], distances: Distances
     ) -> Tensor:
-        """Return the node's new values, rounded to the bucket's dtype, and add to its distances."""
+        """Return the node's mixed values in the bucket's dtype, and add to its distances."""
         device = flats[node].device
         mixed = self._flat(-1, 0, bucket, device)
         buffers = [self._buffer(i, device) for i in range(4)]
@@ -285,7 +283,7 @@ class GossipExchange:
         return held
 
     def _tags(self, count: int) -> int:
-        """Reserve `count` tags and return the first; every member takes them in the same order."""
+        """Reserve `count` tags and return the first; all members reserve in the same order."""
         if self._next_tag + count > MAX_TAG:
             self._next_tag = 0
         first = self._next_tag
@@ -308,7 +306,7 @@ class GossipExchange:
 
 
 def _routes(rank: int, nodes: Sequence[range], weights: Sequence[Mapping[int, float]]) -> _Routes:
-    """Plan the routes: a node goes once to each member that owns a neighbour of it."""
+    """Plan the routes: a node is sent once to each member that owns a neighbour of it."""
 
     def needed(by: int, of: int) -> tuple[int, ...]:
         wanted = {j for node in nodes[by] for j in weights[node]}
@@ -338,7 +336,7 @@ def _slices(numel: int) -> Iterator[slice]:
 
 
 class Waiter:
-    """A thread that waits for the transfers of one link, which it cuts on failure."""
+    """A thread that waits for the transfers of one link, and cuts the link on failure."""
 
     def __init__(self, link: Link, *, deadline_s: float) -> None:
         self._link, self._deadline_s = link, deadline_s
@@ -349,7 +347,7 @@ class Waiter:
         threading.Thread(target=self._main, name="gossip", daemon=True).start()
 
     def wait(self, works: Sequence[PendingTransfer]) -> None:
-        """Wait until all have succeeded. Raises ExchangeError, always soon after a cut."""
+        """Wait until all transfers have succeeded. Raises ExchangeError, soon after a cut."""
         with self._changed:
             if works and not self._error:
                 self._works = list(works)
@@ -367,7 +365,7 @@ class Waiter:
         self._link.cut()
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Stop the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

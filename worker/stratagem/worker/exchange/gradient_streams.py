@@ -30,7 +30,7 @@ from stratagem.worker.mesh.link import ExchangeError
 
 
 class GradientPort:
-    """The exchange of a session with the coordinator that adds for it."""
+    """The gRPC side of a session's exchange with the coordinator, which adds the gradients."""
 
     def __init__(self) -> None:
         self._transport: ServerTransport | None = None
@@ -41,7 +41,7 @@ class GradientPort:
     # ---- Posts of the torch thread ----
 
     def open(self, membership: int, applied: int, transport: ServerTransport) -> None:
-        """Set the exchange of a membership, after `applied` steps."""
+        """Set the exchange of a membership. applied: the number of steps applied."""
         self._transport, self._membership, self._applied = transport, membership, applied
         self._wake()
 
@@ -50,7 +50,7 @@ class GradientPort:
         self._wake()
 
     def close(self) -> None:
-        """Remove the exchange, which the session has left."""
+        """Remove the exchange, once the session has left it."""
         self._transport = None
         self._wake()
 
@@ -95,7 +95,7 @@ class GradientPort:
         rest: AsyncIterator[pb.ApplyGradientsRequest],
         wait_s: float,
     ) -> int:
-        """Stage the sums of a step, apply them on commit and return the number of steps applied.
+        """Stage the sums of a step and commit them; return the number of steps applied.
 
         A step that was applied before is answered at once, since the caller has lost the answer.
         """
@@ -118,7 +118,7 @@ class GradientPort:
         return await self._until_applied(header.fence.membership, header.step)
 
     async def _at(self, membership: int, wait_s: float) -> ServerTransport:
-        """Return the transport of a membership, as soon as the session has joined it."""
+        """Wait until the session has joined the membership; return its transport."""
         try:
             async with asyncio.timeout(wait_s):
                 while self._transport is None or self._membership < membership:
@@ -148,7 +148,7 @@ async def _stage(
     manifest: Manifest,
     requests: AsyncIterator[pb.ApplyGradientsRequest],
 ) -> None:
-    """Take chunks until the commit; nothing is applied when the stream ends without it."""
+    """Stage chunks until the commit; a stream that ends without one changes nothing."""
     writer = ChunkWriter(
         manifest.total_bytes,
         lambda offset, data: transport.stage(step, offset, data),

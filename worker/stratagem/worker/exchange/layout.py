@@ -25,16 +25,16 @@ from stratagem.common.numerics.shards import Node, assign_shards, pairwise_sum, 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 CODED_BUCKET_BYTES = 4 << 20
-"""The size of a bucket with a codec, where the link waits for coding as well as backward."""
+"""Bucket size with a codec, since then the link waits for encoding as well as for backward."""
 LENT_BUCKET_BYTES = 4 << 20
-"""The size of a bucket that gives its memory back, so that few bytes of gradients exist at once."""
+"""Bucket size if buckets give their memory back, so that few gradients are in memory at once."""
 SLOT_BYTES = 64
-"""The alignment of slots, on which the bits of a GEMM depend."""
+"""Alignment of slots; the bits of a matrix product depend on alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place in a bucket. `index` is its place among the given parameters."""
+    """One parameter's place in a bucket. index: of the parameter."""
 
     index: int
     name: str
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class FlatVector:
-    """A flat vector that is exchanged as a whole."""
+    """A flat vector that is exchanged as a whole: its number of elements and dtype."""
 
     dtype: torch.dtype
     numel: int
@@ -59,9 +59,9 @@ class FlatVector:
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
     slots: tuple[Slot, ...]
-    """The slots, in the order of the parameters."""
+    """The slots in order of parameter."""
     buckets: tuple[FlatVector, ...]
-    """The buckets; the last one is that of the extras."""
+    """The buckets; the last one holds the extras."""
 
     @property
     def digest(self) -> str:
@@ -76,7 +76,7 @@ def plan_layout(
     num_extras: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> BucketLayout:
-    """Fill buckets greedily in reverse order; a bucket has one dtype and at least one slot."""
+    """Fill buckets greedily in reverse order; each has one dtype and at least one slot."""
     slots: list[Slot] = []
     dtypes: list[torch.dtype] = []
     sizes: list[int] = []  # elements
@@ -112,16 +112,16 @@ FLAT_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors of one dtype that travel together; a large tensor travels alone."""
+    """Tensors of one dtype that travel together; a large tensor has its own bucket."""
 
     indices: tuple[int, ...]
-    """The places among the given tensors."""
+    """Indices of the bucket's tensors among the given ones."""
     dtype: torch.dtype
     numel: int
 
 
 def plan_buckets(tensors: Sequence[Tensor]) -> tuple[Bucket, ...]:
-    """Group the tensors in order, as many to a bucket as fit, by shapes and dtypes only."""
+    """Group tensors into buckets, in order and as many as fit, by shapes and dtypes only."""
     groups: list[list[int]] = []
     numel = 0
     for index, tensor in enumerate(tensors):
@@ -167,7 +167,7 @@ def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShardOwners:
-    """The members among whom the logical shards are divided, and this member's rank."""
+    """The division of the logical shards among members, and this member's rank."""
 
     rank: int
     size: int
@@ -187,7 +187,7 @@ class ShardOwners:
 
 @dataclass(frozen=True, slots=True)
 class SetAddition:
-    """One addition of a member after a shard: the set `source` onto the set `target`."""
+    """An addition of set `source` to set `target`, done after a shard."""
 
     target: int
     source: int
@@ -195,7 +195,7 @@ class SetAddition:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The shards, sets and additions of this member in a step with num_live shards."""
+    """One member's shards, sets and additions in a step with num_live shards."""
 
     num_live: int
     live: range
@@ -205,13 +205,13 @@ class StepPlan:
     folds: tuple[tuple[SetAddition, ...], ...]
     """The additions after each own live shard."""
     nodes: tuple[tuple[Node, ...], ...]
-    """The final partial sums of each member, by rank, in order. The own ones are in the sets 0, 1,
-    ... in the same order."""
+    """Each member's final partial sums, by rank. This member's are in the sets 0, 1, ... in the
+    same order."""
 
 
 def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
-    """Plan a step: partial sums are on a stack, of which the top two are added whenever they are
-    siblings."""
+    """Plan a step. Partial sums are on a stack; the top two are added whenever they are siblings in
+    the tree."""
     if not 1 <= num_live <= party.num_shards:
         raise ValueError(f"num_live must be 1 to {party.num_shards}, got {num_live}")
     owned = party.owned
@@ -235,7 +235,7 @@ def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
 
 
 def num_sets(party: ShardOwners) -> int:
-    """Return the largest number of sets that the member needs; fewer live shards need no more."""
+    """Return the largest number of sets that the member needs for any number of live shards."""
     return max([0, *plan_step(party, party.num_shards).sets]) + 1
 
 
@@ -249,19 +249,19 @@ def num_sets(party: ShardOwners) -> int:
 
 BLOCK: Final = 65_536
 _FEW: Final = 256
-"""The number of values that Python adds faster than numpy."""
+"""Up to this number of values Python adds faster than numpy."""
 
 
 def parts_of(grads: Sequence[Tensor], numerics: int) -> list[Tensor]:
-    """Return the input of `total_norm` for each gradient: the norms of its blocks (1-d; 0-d for a
-    single block), or its norm."""
+    """Return for each gradient the input of `total_norm`: its norm, or the norms of its blocks
+    (1-d; 0-d for one block)."""
     if numerics < 2:
         return [torch.linalg.vector_norm(grad, 2.0) for grad in grads]
     return [_of_blocks(grad) for grad in grads]
 
 
 def divided(grad: Tensor, divisor: float, numerics: int) -> Tensor:
-    """Divide a gradient in place and return the input of `total_norm` for it."""
+    """Divide a gradient in place, and return its input for `total_norm`."""
     if numerics >= 2 and grad.is_cpu and grad.is_contiguous():
         return _of_blocks(grad, divisor)
     (part,) = parts_of([grad.div_(divisor)], numerics)
@@ -287,8 +287,8 @@ def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
 
 
 class FewGradients:
-    """A faster `parts_of` with the same bits, for gradients on the CPU that stay in a core's cache,
-    where calls cost more than arithmetic: buffers for their copies are allocated once."""
+    """A faster `parts_of` with the same bits, for small gradients on the CPU, with preallocated
+    buffers."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         """Allocate the buffers. shapes: at most one block each."""
@@ -307,8 +307,7 @@ class FewGradients:
 
 
 def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
-    """Return the norm of each block; a divisor is applied first, block by block, while they are in
-    the cache."""
+    """Return the norm of each block, after dividing the block in place if a divisor is given."""
     flat = grad.detach().reshape(-1)
     if not grad.is_cpu:
         return _norms(flat)
@@ -324,7 +323,7 @@ def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
 
 
 def _norms(flat: Tensor) -> Tensor:
-    """Return the norm of each block, computed for all whole blocks at once."""
+    """Return the norm of each block; all whole blocks are computed at once."""
     if flat.numel() <= BLOCK:
         norm: Tensor = torch.linalg.vector_norm(flat, 2.0, dtype=torch.float64)
         return norm

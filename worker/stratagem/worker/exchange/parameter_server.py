@@ -39,7 +39,7 @@ from stratagem.worker.mesh.staging import HostCopy, SideStream, host_room, to_ho
 
 @dataclass(frozen=True, slots=True)
 class StreamVector:
-    """One vector that a member sends."""
+    """A vector that a member sends in a step."""
 
     bucket: int
     node: Node
@@ -49,14 +49,14 @@ class StreamVector:
 
 
 class Freight(Protocol):
-    """The payloads of one step, up and down; begun again for the next step."""
+    """The interface of a step's payloads, up and down; the object is reused for each step."""
 
     inbox: list[Tensor]
     """The buffers for the returned values, in order."""
 
     @property
     def layout(self) -> tuple[TensorLayout, ...]:
-        """Return the tensors that are coded; empty where the entries are sums."""
+        """The names and shapes of coded tensors; empty if the payload consists of sums."""
 
     def begin(
         self, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
@@ -67,7 +67,7 @@ class Freight(Protocol):
         """Return the vectors that this member sends up, in order."""
 
     def part(self, bucket: int) -> list[Tensor]:
-        """Return the vectors that can be sent once this bucket and the earlier ones are final."""
+        """Return the vectors that can be sent once the buckets up to this one are final."""
 
     def unload(self) -> None:
         """Write the sums, divided, into set 0, once all of the inbox is staged."""
@@ -106,7 +106,7 @@ class SumFreight:
 
 
 class CodedFreight:
-    """Coded messages of the member's shards; the values that come down are described above."""
+    """Coded messages of the member's shards up; the returned values down, as described above."""
 
     def __init__(self, buckets: GradientBuckets, compressor: Compressor, rank: int) -> None:
         self._buckets, self._compressor, self._rank = buckets, compressor, rank
@@ -201,13 +201,13 @@ def _entry(bucket: int, node: Node, tensor: Tensor) -> StreamVector:
 
 @dataclass(slots=True)
 class _Open:
-    """The present step."""
+    """The step in progress."""
 
     number: int
     freight: Freight
     inbox: list[memoryview]
     outbox: list[list[HostCopy]] = field(default_factory=list)
-    """The copies by launched bucket."""
+    """Host copies by launched bucket."""
     num_staged_bytes: int = 0
     is_committed: bool = False
 
@@ -217,7 +217,7 @@ class _Open:
 
 
 class ServerTransport:
-    """A `ReductionTransport` on the torch thread; streams of its content on the loop."""
+    """A `ReductionTransport` for the torch thread, whose content is streamed by the event loop."""
 
     name = "server"
 
@@ -230,7 +230,7 @@ class ServerTransport:
         deadline_s: float,
         coded: CodedFreight | None = None,
     ) -> None:
-        """Begin. coded: replaces sums in the steps in which it is fewer bytes."""
+        """Begin. coded: used instead of sums in steps where it takes fewer bytes."""
         self.deadline_s = deadline_s
         self.num_buckets = len(layout.buckets)
         self._sums, self._coded = SumFreight(layout, rank, side.device), coded
@@ -289,8 +289,8 @@ class ServerTransport:
     # The event loop.
 
     async def step_after(self, applied: int) -> int:
-        """Wait for the first step after these, and return its number, which need not be the next
-        one, as steps without exchange are skipped."""
+        """Wait for a step after `applied` ones; return its number, which may be higher than the
+        next, since steps without exchange are skipped."""
         while True:
             with self._changed:
                 if self._error:
@@ -306,14 +306,14 @@ class ServerTransport:
         return (await self._until(step, lambda _: True)).freight
 
     async def partials(self, step: int, bucket: int) -> list[memoryview]:
-        """Wait until a bucket is final, and return its payload in the header's order; in a coded
-        step only the last bucket has any. It stays valid until the step is committed."""
+        """Wait until a bucket is final; return its payload in the order of the header, valid until
+        the commit. In a coded step only the last bucket has a payload."""
         opened = await self._until(step, lambda state: len(state.outbox) > bucket)
         return [bytes_of(await copy.arrive()) for copy in opened.outbox[bucket]]
 
     @property
     def codec(self) -> str:
-        """Return the codec of the messages in coded steps; "" where no step is ever coded."""
+        """Return the codec of coded steps; "" if no step is ever coded."""
         return "" if self._coded is None else self._coded.codec
 
     def stage(self, step: int, offset: int, data: bytes | memoryview) -> None:
@@ -331,7 +331,7 @@ class ServerTransport:
             opened.num_staged_bytes = offset + len(data)
 
     def commit(self, step: int) -> None:
-        """Let `finish` continue. Every byte must have been staged."""
+        """Let `finish` continue with the staged sums, which must be complete."""
         with self._changed:
             opened = self._current(step)
             total_bytes = opened.num_expected_bytes
@@ -348,8 +348,8 @@ class ServerTransport:
         return self._open
 
     async def _until(self, step: int, is_ready: Callable[[_Open], bool]) -> _Open:
-        """Wait until the step has begun and is_ready. Raises ExchangeError when cut, or when a
-        later step has begun."""
+        """Wait until the step has begun and `is_ready` is true. Raises ExchangeError when cut, or
+        if a later step has begun."""
         while True:
             with self._changed:
                 if self._error:
@@ -363,7 +363,7 @@ class ServerTransport:
             await self._wait(waiter)
 
     def _waiter(self) -> asyncio.Future[None]:
-        """Return a future that is done at the next change; _changed is held."""
+        """Return a future that resolves at the next change; requires the lock `_changed`."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiters[waiter] = loop
@@ -377,7 +377,7 @@ class ServerTransport:
                 self._waiters.pop(waiter, None)
 
     def _notify(self) -> None:
-        """Wake both sides; _changed is held."""
+        """Wake both sides; requires the lock `_changed`."""
         self._changed.notify_all()
         for waiter, loop in self._waiters.items():
             if not loop.is_closed():

@@ -34,15 +34,15 @@ from stratagem.worker.mesh.staging import to_host
 
 @dataclass(slots=True)
 class Distances:
-    """The squared norms that a round of mixing measured for one node i; x before the round.
+    """Squared norms measured for one node i in a round of mixing; x is the value before the round.
 
     Under a codec x_j is the public copy of node j.
     """
 
     moved: float = 0.0
-    """‖x_i' - x_i‖², the move by mixing."""
+    """‖x_i' - x_i‖², the squared distance moved by mixing."""
     apart: float = 0.0
-    """Σ_j w_ij ‖x_i - x_j‖², the distance to its neighbours."""
+    """Σ_j w_ij ‖x_i - x_j‖², the weighted squared distance to the neighbours."""
 
 
 def neighbour_distance(distances: Sequence[Distances]) -> float:
@@ -72,8 +72,8 @@ class PublicCopies:
         weights: Sequence[Mapping[int, float]],
         numerics: int,
     ) -> None:
-        """Make the copies. params: those of any node. weights: those of each node's neighbours and
-        itself, by node."""
+        """Make the copies. params: those of any node, for shapes. weights: by node, the mixing
+        weights of its neighbours and itself."""
         spec = job.compression
         assert spec is not None
         self._layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in params)
@@ -91,7 +91,7 @@ class PublicCopies:
         self._states: dict[int, State] = {}
 
     def encode(self, node: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the payload of an own node's move in a step (uint8)."""
+        """Return the coded move of an own node in a step (uint8)."""
         moves = [x - copy for x, copy in zip(_flats(tensors), self._copies[node], strict=True)]
         try:
             payload, self._states[node] = self._codec.encode(
@@ -106,7 +106,7 @@ class PublicCopies:
         return torch.from_numpy(payload)
 
     def advance(self, node: int, step: int, payload: Tensor) -> None:
-        """Add a node's decoded move to its copy, as every member that has a copy does."""
+        """Add a node's decoded move to its public copy; every member with a copy does so."""
         data: ByteArray = to_host(payload).wait().numpy()
         decoded = self._codec.decode(data, derive(self._seed, step, node))
         copies = self._copies[node]
@@ -142,7 +142,7 @@ class PublicCopies:
         return {**copies, **kept}
 
     def load(self, node: int, tensors: Mapping[str, Tensor]) -> None:
-        """Load a node's tensors; without copies in the state they begin as its model."""
+        """Load a node's copies; if the state has none, they begin equal to the node's model."""
         self._copies[node] = [
             _array(f"{PUBLIC}{spec.name}", spec.numel, tensors)
             if f"{PUBLIC}{spec.name}" in tensors

@@ -50,20 +50,20 @@ from stratagem.worker.mesh.staging import SideStream
 # each, and small ones all at once in the end. The bits are those of the buckets.
 
 _AS_SUMMED: Final = (torch.float32, torch.float64)
-"""The types of gradients that are summed without conversion; narrower ones need wider storage."""
+"""Gradient types that are summed without conversion; narrower ones are summed in wider storage."""
 SMALL_BYTES: Final = 1 << 20
-"""The size of gradients that together stay in a core's cache, where calls cost more than memory."""
+"""Total size of gradients that fit into a core's cache, where call overhead exceeds memory time."""
 
 
 class SingleMemberReducer:
-    """A reducer that divides and measures the gradients of the only member in place; `fits` must be
-    true for the parameters. A step has the same calls as with `GradientReducer`."""
+    """Reducer of a lone member, which divides and measures gradients in place, without buckets;
+    `fits` must be true. A step makes the same calls as with `GradientReducer`."""
 
     name: Final = "solo"
     shares_memory: Final = False
     slices: Final = None
     parameters: Final = None
-    """No other members can own parameters."""
+    """None: there are no other members with parameters."""
 
     def __init__(self, params: Sequence[tuple[str, nn.Parameter]], numerics: int = CURRENT) -> None:
         self._names, self._params = [name for name, _ in params], [param for _, param in params]
@@ -83,7 +83,7 @@ class SingleMemberReducer:
 
     @staticmethod
     def fits(params: Sequence[tuple[str, nn.Parameter]]) -> bool:
-        """Return whether the gradients have the same bits without buckets: float32 or float64, and
+        """Return whether gradients have the same bits without buckets: float32 or float64, and
         contiguous."""
         return all(p.dtype in _AS_SUMMED and p.is_contiguous() for _, p in params)
 
@@ -96,7 +96,7 @@ class SingleMemberReducer:
         self._divisor, self._scalars, self._is_divided = divisor, None, False
 
     def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
-        """Begin the shard: the next backward is its first."""
+        """Begin the shard; the next backward is its first."""
         self._num_to_come = num_micro_batches - 1
         self._norms = [None] * len(self._params)
         for param in self._params:
@@ -104,22 +104,22 @@ class SingleMemberReducer:
         self._is_last = self._num_to_come == 0
 
     def next_micro_batch(self) -> None:
-        """Let the next backward add to the shard that was begun."""
+        """Let the next backward add to the present shard."""
         if self._num_to_come < 1:
             raise RuntimeError("the shard has no further micro-batch")
         self._num_to_come -= 1
         self._is_last = self._num_to_come == 0
 
     def weigh(self, weight: float) -> None:
-        """Set the divisor of the sums, which must be known before the last backward."""
+        """Set the divisor of the sums, required before the last backward."""
         self._divisor = weight
 
     def reached(self) -> list[bool]:
-        """Return for each parameter whether backward has reached it in this shard."""
+        """Return for each parameter whether backward has reached it in the present shard."""
         return [param.grad is not None for param in self._params]
 
     def end_shard(self, shard: int, scalars: StepScalars) -> None:
-        """Complete the gradients, with the scalars."""
+        """Finish the shard, whose micro-batches must all be done, and keep its scalars."""
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
         self._is_last, self._scalars = False, scalars
@@ -136,7 +136,7 @@ class SingleMemberReducer:
         return self._scalars
 
     def divide(self, divisor: float) -> None:
-        """Divide the gradients that were not divided in the last backward."""
+        """Divide the gradients that the last backward did not divide."""
         if self._is_divided:
             return
         self._is_divided = True
@@ -166,13 +166,13 @@ class SingleMemberReducer:
         return [self._params[index].grad for index in self._small]
 
     def discard(self) -> None:
-        """Abandon the step, and remove its additions from all gradients."""
+        """Abandon the step: drop its gradients."""
         self._is_last = False
         for param in self._params:
             param.grad = None
 
     def free_gradients(self) -> None:
-        """Free the storage of gradients, after the update."""
+        """Free the gradients' storage after the update."""
         self.discard()
 
     def cut(self) -> None:
@@ -200,8 +200,8 @@ class SingleMemberReducer:
 
 
 def _smallest(params: Sequence[nn.Parameter]) -> list[int]:
-    """Return the places, in order, of the smallest parameters whose gradients stay in the cache
-    together; none on other devices than the CPU."""
+    """Return the indices of the smallest parameters whose gradients fit into the cache together;
+    none on other devices than the CPU."""
     if any(param.device.type != "cpu" for param in params):
         return []
     order = sorted(range(len(params)), key=lambda index: params[index].nbytes)
@@ -217,7 +217,7 @@ def _smallest(params: Sequence[nn.Parameter]) -> list[int]:
 
 
 class GradientReducer:
-    """The sum of gradients over the members of one membership. A failed exchange stays failed."""
+    """Sums gradients over the members of one membership. A failed exchange stays failed."""
 
     def __init__(
         self,
@@ -228,8 +228,8 @@ class GradientReducer:
         slices: SliceExchange | None = None,
         parameters: ParameterTransport | None = None,
     ) -> None:
-        """Begin. compressor: codes each shard before it is added. slices: where sums stay with the
-        owners of slices. parameters: where parameters do, too."""
+        """Begin. compressor: encodes each shard before it is added. slices: set if sums stay with
+        the owners of slices. parameters: set if parameters do, too."""
         self.buckets, self.party, self.transport = buckets, party, transport
         self.slices, self.parameters = slices, parameters
         self._compressor = compressor
@@ -255,11 +255,10 @@ class GradientReducer:
     def begin_step(
         self, step: int, owned: range, num_live: int, *, divisor: float | None = None
     ) -> None:
-        """Start step number `step`; shards from num_live on have no rows and do not exist.
+        """Start step number `step`; only the first num_live shards have rows and take part.
 
-        A caller that knows the total weight already, as then all members must, passes it as
-        divisor: the sums arrive divided, with the same bits as a later division, for a fraction of
-        the memory traffic. The extras are never divided.
+        divisor: the total weight, if all members know it in advance; the sums then arrive divided,
+        with the same bits as a later division but less memory traffic. Extras are never divided.
         """
         if owned != self.party.owned:
             raise ValueError(f"member {self.party.rank} owns {self.party.owned}, not {owned}")
@@ -275,10 +274,10 @@ class GradientReducer:
         self._launch()
 
     def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
-        """Begin a shard: the next backward is its first; own live shards come in ascending order.
+        """Begin a shard; the next backward is its first. Own live shards come in ascending order.
 
-        Each further one is announced by `next_micro_batch`. Buckets are launched only during the
-        last backward of the last shard, in one exchange.
+        Further micro-batches are announced by `next_micro_batch`. Buckets are launched only during
+        the last backward of the last shard, in one exchange.
         """
         plan = self._current()
         if plan.live[self._num_done : self._num_done + 1] != range(shard, shard + 1):
@@ -288,34 +287,35 @@ class GradientReducer:
         self.buckets.begin(plan.sets[self._num_done], self._on_full(plan))
 
     def next_micro_batch(self) -> None:
-        """Let the next backward add to the shard that was begun."""
+        """Let the next backward add to the present shard."""
         if self._num_to_come < 1:
             raise RuntimeError("the shard has no further micro-batch")
         self._num_to_come -= 1
         self.buckets.go_on(self._on_full(self._current()))
 
     def reached(self) -> list[bool]:
-        """Return for each parameter whether backward has reached it in this shard."""
+        """Return for each parameter whether backward has reached it in the present shard."""
         return self.buckets.reached()
 
     def weigh(self, weight: float) -> None:
-        """Do nothing: the weight of one shard is not that of the step."""
+        """Ignored: one shard's weight does not determine the divisor of the step."""
 
     def divide(self, divisor: float) -> None:
-        """Divide the sums, after finish, where the divisor was not known before."""
+        """Divide the sums after finish, if the divisor was not known in advance."""
         (self.buckets if self.slices is None else self.slices).divide(divisor)
 
     def norms(self) -> list[Tensor] | None:
-        """Return None: the 2-norms of the summed gradients are not known here."""
+        """Return None: this reducer does not know the norms of the summed gradients."""
         return None
 
     def discard(self) -> None:
-        """Abandon the step, and remove its additions from all gradients."""
+        """Abandon the step: drop its gradients."""
         self._step = None
         self.buckets.discard()
 
     def end_shard(self, shard: int, scalars: StepScalars) -> None:
-        """Complete the shard's gradients, with the scalars (num_extras in all)."""
+        """Finish the current shard: submit the gradients that backward has not produced as zeros,
+        and add the shard's scalars to the reduction."""
         plan = self._current()
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
@@ -347,7 +347,7 @@ class GradientReducer:
         return StepScalars.of(extras, len(self.buckets.layout.slots))
 
     def free_gradients(self) -> None:
-        """Free the storage of gradients, after the update, where the member has no peers."""
+        """Free the gradients' storage after the update, if the member has no peers."""
         if isinstance(self.transport, SoloTransport):
             self.buckets.free()
 
@@ -393,7 +393,7 @@ class GradientReducer:
         self._num_coded += 1
 
     def _launch(self) -> None:
-        """Launch full buckets, never one before its predecessor: the order is fixed."""
+        """Launch full buckets, always in their fixed order."""
         while self._next_bucket < len(self._full) and self._may_launch(self._next_bucket):
             bucket = self._next_bucket
             self._next_bucket += 1
@@ -401,7 +401,7 @@ class GradientReducer:
             self.transport.launch(bucket)
 
     def _may_launch(self, bucket: int) -> bool:
-        """Return whether the bucket is full and, where shards are coded, coded."""
+        """Return whether the bucket is full, and encoded if shards are encoded."""
         is_done = not self._portions or self._num_done == len(self._current().live)
         return self._full[bucket] and (is_done or bucket < self._coded_buckets)
 
@@ -435,12 +435,11 @@ def mesh_exchange(
     deadline_s: float = 30.0,
     compressor: Compressor | None = None,
 ) -> GradientReducer:
-    """Return the reducer over a link, which it takes over. deadline_s bounds every single wait for
-    a peer.
+    """Make the reducer over a link, which it takes over.
 
     all_reduce: "direct", whose sums have the bits of the tree, or "ring" or "native", whose sums
-    depend on the members. With a compressor messages are sent where they are fewer bytes than sums,
-    with the same bits; shared memory sends nothing anyway.
+    depend on the members. deadline_s: the limit of every wait for a peer. With a compressor, coded
+    messages are sent if they take fewer bytes than sums, with the same bits.
     """
     party = ShardOwners(link.rank, link.size, num_shards)
     transport: ReductionTransport
@@ -480,8 +479,8 @@ def server_exchange(
     deadline_s: float = 30.0,
     compressor: Compressor | None = None,
 ) -> tuple[GradientReducer, ServerTransport]:
-    """Return the reducer and its transport, the other end for the event loop that talks to the
-    coordinator."""
+    """Make the reducer with its server transport, whose other end is used by the event loop that
+    talks to the coordinator."""
     coded = None if compressor is None else CodedFreight(buckets, compressor, rank)
     side = SideStream(buckets.device)
     transport = ServerTransport(buckets.layout, rank, side, deadline_s=deadline_s, coded=coded)

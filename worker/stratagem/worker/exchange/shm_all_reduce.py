@@ -38,7 +38,7 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.shm import SharedGroup
 
 BLOCK_BYTES = 256 << 10
-"""The size of a block that is added, divided and copied at once, to stay in a core's cache."""
+"""Size of a block that is added, divided and copied at once, to fit into a core's cache."""
 
 NUM_WINDOWS = 2
 """The number of windows: a member launches a bucket when all have launched the previous one, and so
@@ -50,13 +50,13 @@ MemberSets = Sequence[Sequence[Sequence[Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of this member's slice of a bucket."""
+    """One block of this member's slice of a bucket."""
 
     additions: tuple[Addition, ...]
     total: Tensor
-    """The result of the additions, a part of this member's set 0."""
+    """The sum: a part of this member's set 0."""
     copies: tuple[Tensor, ...]
-    """The same place in the set 0 of every other member."""
+    """The same part in the set 0 of every other member, to which the sum is copied."""
     is_extras: bool
 
     def run(self, divisor: float | None) -> None:
@@ -85,10 +85,12 @@ class SharedTransport:
         held: HeldBlocks | None = None,
         kept: KeptSums | None = None,
     ) -> None:
-        """Move the buckets to shared memory. owners: the owners of the sums, where these stay with
-        them. held: the parts of the parameters, where these do, too. kept: the own sums, where
-        buckets give their memory back: buckets then share a few windows of shared memory, which
-        also has the mirrored sums."""
+        """Move the buckets to shared memory.
+
+        owners: the owners of the sums, if sums stay with them. held: the parts of the parameters,
+        if these do, too. kept: the storage of own sums, if buckets give their memory back: buckets
+        then share a few windows of shared memory, which also holds the mirrored sums.
+        """
         self.deadline_s = deadline_s
         self._group, self._buckets, self._party = group, buckets, party
         self._owners = owners
@@ -122,21 +124,21 @@ class SharedTransport:
         if kept is None:
             buckets.move_to(self._sets[party.rank])
         self._sums = self._place_sums([s[stop:] for s, stop in zip(segments, stops, strict=True)])
-        """The sums of each rank's slices, as others see them."""
+        """The sums of each rank's slices, as all members see them."""
         self._num_buckets = len(buckets.layout.buckets)
         self._prepared: dict[int, list[list[Block]]] = {}
         self._blocks: list[list[Block]] = []
         self._divisor: float | None = None
         self._first_token = 0
         self._given: Sequence[Sequence[Tensor]] = ()
-        """The own partial sums of the step, if they are copied into windows."""
+        """The own partial sums of the step, if they must be copied into windows."""
         self._num_launched = 0
         self._num_reduced = 0
         self._error = ""
 
     def _place_sums(self, memory: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return the sums of slices by rank, and move the own ones there. memory: the rest of each
-        member's segment."""
+        """Return the sums of slices by rank, after moving the own ones there. memory: the rest of
+        each segment."""
         if self._kept is None or self._kept.mirrored is None or self._owners is None:
             return [sets[0] for sets in self._sets]
         layout, owners = self._buckets.layout, self._owners
@@ -220,8 +222,8 @@ class SharedTransport:
         self._group.close()
 
     def _fill_window(self, bucket: int) -> None:
-        """Copy the own partial sums to their window, once the others have added its earlier
-        content: a member adds a bucket before it launches the next one. Raises ExchangeError."""
+        """Copy the own partial sums of a bucket to its window, once all members have added its
+        earlier content. Raises ExchangeError."""
         while self._num_reduced < bucket:
             count = self._first_token + self._num_reduced + 1
             self._group.hear(count, self._first_token + self._num_buckets + 1, self.deadline_s)
@@ -241,7 +243,7 @@ class SharedTransport:
         self._first_token = last
 
     def meet(self) -> None:
-        """Block until all members are here."""
+        """Block until all members have called this (a barrier)."""
         self._first_token += 1
         self._group.send_token()
         self._group.hear(self._first_token, self._first_token, self.deadline_s)
@@ -314,7 +316,7 @@ def prepare_blocks(
 
 
 class _Staying(NamedTuple):
-    """The owners of sums that stay with them, and their place if not set 0."""
+    """Owners of sums that stay with them, and the sums' storage if it is not set 0."""
 
     stays: bool
     kept: KeptSums | None

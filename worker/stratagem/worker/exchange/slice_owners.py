@@ -21,19 +21,19 @@ from stratagem.worker.exchange.layout import BLOCK, SLOT_BYTES, BucketLayout, Sl
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """The elements [first, stop) of a parameter that belong to one member, and their place."""
+    """The elements [first, stop) of a parameter that one member owns."""
 
     index: int
-    """The number of the parameter."""
+    """Index of the parameter."""
     first: int
     stop: int
     bucket: int
     offset: int
-    """The offset of the first element, in elements of the bucket."""
+    """Offset of the first element in the bucket, in elements."""
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of norms of its gradient; one where it has no element."""
+        """Number of norms of its gradient: one per block, at least one."""
         return max(1, -(-(self.stop - self.first) // BLOCK))
 
 
@@ -42,13 +42,13 @@ class SliceOwners:
     """The slices of all members."""
 
     slices: tuple[tuple[tuple[int, int], ...], ...]
-    """The elements [start, stop), which may be none, by bucket, without the extras, and by rank."""
+    """The elements [start, stop) by bucket (without the extras) and rank; may be empty."""
     parts: tuple[tuple[OwnedPart, ...], ...]
-    """The parts by rank, in order of parameter, at most one of each."""
+    """The parts by rank, in order of parameter; each rank has at most one part of a parameter."""
 
     @property
     def num_norms(self) -> tuple[int, ...]:
-        """Return by rank the number of norms of the gradients of its parts."""
+        """Number of norms of each rank's gradients."""
         return tuple(sum(part.num_blocks for part in own) for own in self.parts)
 
     def mirrored_rank(self, rank: int) -> int:
@@ -56,8 +56,7 @@ class SliceOwners:
         return (rank - 1) % len(self.parts)
 
     def places_of_norms(self) -> list[list[tuple[int, range]]]:
-        """Return for each parameter the places of its norms, in order: the ranks, and the places
-        among the norms of each."""
+        """Return for each parameter the ranks that have its norms, and the norms' indices there."""
         found: dict[int, list[tuple[int, int, range]]] = {}
         for rank, own in enumerate(self.parts):
             start = 0
@@ -94,7 +93,7 @@ def divide_slices(layout: BucketLayout, size: int) -> SliceOwners:
 
 
 def _blocks(layout: BucketLayout, bucket: int) -> Iterator[OwnedPart]:
-    """Yield the blocks of a bucket in their order there."""
+    """Yield each block of a bucket as a part without an owner, in order."""
 
     def place(slot: Slot) -> tuple[int, int]:
         return slot.offset, -slot.index  # slots without elements share the offset of the next one
@@ -107,7 +106,7 @@ def _blocks(layout: BucketLayout, bucket: int) -> Iterator[OwnedPart]:
 
 
 def _ranges(starts: list[int | None], numel: int) -> tuple[tuple[int, int], ...]:
-    """Return the range of each member, which ends where the next one that is not empty begins."""
+    """Return the range of each member: it ends where the next non-empty range begins."""
     ranges: list[tuple[int, int]] = []
     end = numel
     for start in reversed(starts):
@@ -123,22 +122,22 @@ def _ranges(starts: list[int | None], numel: int) -> tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class KeptSums:
-    """Flat sums by bucket, without the extras."""
+    """Separate flat storage for the sums of a member's slices, by bucket without the extras."""
 
     flats: list[Tensor]
     starts: tuple[int, ...]
-    """The starts of the slices, in elements of their buckets."""
+    """Start of the member's slice in each bucket, in elements."""
     mirrored: "KeptSums | None" = None
-    """The storage for the mirrored sums of the member before this one."""
+    """The mirrored sums of the member before this one; None without a mirror."""
 
     def part(self, bucket: int, start: int, stop: int) -> Tensor:
-        """Return the sums of these elements of a bucket; none where they are no slice."""
+        """Return the sums of these elements of a bucket; None if they are not in the slice."""
         if start == stop:
             return self.flats[bucket][:0]
         return self.flats[bucket].narrow(0, start - self.starts[bucket], stop - start)
 
     def move_to(self, flats: Sequence[Tensor]) -> None:
-        """Move the sums here; earlier values are not copied."""
+        """Move the sums to this storage; earlier values are not copied."""
         self.flats[:] = flats
 
 
@@ -150,7 +149,7 @@ def keep_sums(
     *,
     is_mirrored: bool = False,
 ) -> KeptSums:
-    """Allocate the storage of a member's sums. is_mirrored: and of the member before it."""
+    """Allocate the storage of a member's sums; is_mirrored: also that of the member before it."""
     ranges = [slices[rank] for slices in owners.slices]
     flats = [
         torch.zeros(stop - start, dtype=layout.buckets[bucket].dtype, device=device)
@@ -165,7 +164,7 @@ def keep_sums(
 def shared_bytes(
     kept: KeptSums | None, layout: BucketLayout, owners: SliceOwners | None, size: int
 ) -> list[int]:
-    """Return by rank the memory that `kept_in` needs for a member's sums; none where they are not
+    """Return by rank the bytes of shared memory that `kept_in` needs; 0 if sums are not
     mirrored."""
     if kept is None or kept.mirrored is None or owners is None:
         return [0] * size
@@ -173,7 +172,7 @@ def shared_bytes(
 
 
 def kept_in(memory: Tensor, layout: BucketLayout, owners: SliceOwners, rank: int) -> list[Tensor]:
-    """Return a member's flat sums by bucket in these bytes of memory; each begins at a multiple of
+    """Return a member's flat sums by bucket in this memory; each begins at a multiple of
     SLOT_BYTES."""
     found, start = list[Tensor](), 0
     for bucket, (num_bytes, size) in enumerate(_places(layout, owners, rank)):
@@ -183,7 +182,7 @@ def kept_in(memory: Tensor, layout: BucketLayout, owners: SliceOwners, rank: int
 
 
 def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[int, int]]:
-    """Return by bucket the bytes of a member's sums, and those with the gap to the next ones."""
+    """Return for each bucket the size of a member's sums in bytes, without and with padding."""
     widths = [bucket.dtype.itemsize for bucket in layout.buckets]
     ranges = [slices[rank] for slices in owners.slices]
     sizes = [(b - a) * width for (a, b), width in zip(ranges, widths, strict=False)]
@@ -199,7 +198,7 @@ def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """A part of a parameter, and the offset of its bytes among those of its owner and block."""
+    """A part of a parameter, and its byte offset among the parts of its owner and block."""
 
     part: OwnedPart
     start: int
@@ -207,12 +206,12 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
-    """The parts of each block at each member."""
+    """The parts of each block at each member, if parameters are divided."""
 
     parts: tuple[tuple[tuple[HeldPart, ...], ...], ...]
     """The parts by rank and block."""
     sizes: tuple[tuple[int, ...], ...]
-    """The sizes by rank and block, in bytes; multiples of SLOT_BYTES."""
+    """Sizes in bytes by rank and block; multiples of SLOT_BYTES."""
 
     @property
     def num_blocks(self) -> int:
@@ -222,8 +221,8 @@ class HeldBlocks:
 def hold_blocks(
     owners: SliceOwners, blocks: Sequence[Sequence[int]], item_bytes: Sequence[int]
 ) -> HeldBlocks:
-    """Place the parts of all members. blocks: the numbers of the parameters of each. item_bytes:
-    the size of an element of each parameter."""
+    """Assign byte offsets to the parts of all members. blocks: the parameter indices of each block.
+    item_bytes: the element size of each parameter."""
     block_of = {index: number for number, block in enumerate(blocks) for index in block}
     parts, sizes = [], []
     for own in owners.parts:

@@ -31,10 +31,12 @@ def sliced_exchange(
     held: HeldBlocks | None = None,
     deadline_s: float = 30.0,
 ) -> GradientReducer:
-    """Make the exchange of a member whose sums stay with the owners of slices, and take over the
-    link; None: the only member. is_mirrored: a member also updates the slice of the one before it.
-    held: the parts of the parameters, where each member keeps only its own. deadline_s bounds every
-    single wait for a peer."""
+    """Make the reducer of a member whose sums stay with the owners of slices; it takes over the
+    link (None for a lone member).
+
+    is_mirrored: a member also updates the slice of the one before it. held: the parts of the
+    parameters, if each member keeps only its own. deadline_s: the limit of every wait for a peer.
+    """
     if link is None:
         party, solo = ShardOwners(0, 1, num_shards), SoloTransport()
         slices = SliceExchange(buckets, owners, 0, solo)
@@ -81,7 +83,7 @@ def sliced_exchange(
 
 
 class FragmentLink:
-    """A fragment's share of a link, which is closed with its first share."""
+    """One fragment's share of a link; closing the first share closes the link."""
 
     def __init__(self, link: Link, fragment: int, num_fragments: int) -> None:
         self._link, self._fragment, self._num_fragments = link, fragment, num_fragments
@@ -114,19 +116,19 @@ class FragmentLink:
 
 
 class FragmentExchange:
-    """The reducers of all fragments, in order."""
+    """The reducers of all fragments, in order, as one exchange."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         self.reducers = tuple(reducers)
 
     @property
     def name(self) -> str:
-        """Return the engine, for people."""
+        """Name of the engine, for people."""
         return self.reducers[0].name
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether it uses memory that members of a host share."""
+        """True if it uses memory shared by the members of a host."""
         return self.reducers[0].shares_memory
 
     def cut(self) -> None:

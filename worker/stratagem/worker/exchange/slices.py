@@ -25,7 +25,7 @@ from stratagem.worker.mesh.link import Link
 
 
 class SliceExchange:
-    """The exchange of the results of the owners of slices in a step."""
+    """Exchanges the norms and updates of a step among the owners of slices."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SliceExchange:
         is_mirrored: bool = False,
         kept: KeptSums | None = None,
     ) -> None:
-        """Plan the exchange. is_mirrored: see `sliced_exchange`. kept: the own sums, where they are
+        """Plan the exchange. is_mirrored: see `sliced_exchange`. kept: the storage of own sums, if
         not in buckets."""
         self._buckets, self._owners, self._rank = buckets, owners, rank
         self._transport, self._kept = transport, kept
@@ -46,7 +46,7 @@ class SliceExchange:
         self._places = owners.places_of_norms()
 
     def divide(self, divisor: float) -> None:
-        """Divide the own sums, in their widest type."""
+        """Divide the own sums, in the bucket's (widest) type."""
         if self._kept is not None:
             for flat in self._kept.flats:
                 flat.div_(divisor)
@@ -56,14 +56,14 @@ class SliceExchange:
             flat[start:stop].div_(divisor)
 
     def sums(self) -> list[Tensor]:
-        """Return the sums of the own parts, flat and in order, in the storage of the exchange."""
+        """Return the sums of the own parts: flat, in order, as views of the exchange's storage."""
         if self._kept is not None:
             return [_kept_part_of(self._kept, part) for part in self._own]
         return [_part_of(self._buckets.tensors(0), part) for part in self._own]
 
     def mirrored_sums(self) -> list[Tensor]:
-        """Return the sums of the parts of the member before this one, which both update; none where
-        no slice is mirrored. Raises ExchangeError."""
+        """Return the sums of the previous member's parts, which this member updates too; none
+        without a mirror. Raises ExchangeError."""
         if self._mirrored is None:
             return []
         sources, parts = self._transport.open_sums(), self._owners.parts[self._mirrored]
@@ -85,12 +85,12 @@ class SliceExchange:
         reached: Sequence[float],
         are_finite: Callable[[], bool],
     ) -> tuple[list[Tensor], bool]:
-        """Return the input of `layout.total_norm` for all gradients, and whether all their elements
-        are finite. Raises ExchangeError.
+        """Exchange norms; return (input of `layout.total_norm` for all gradients, whether all are
+        finite). Raises ExchangeError.
 
-        own: the norms of the blocks of each own part, if it has a gradient. reached: by parameter,
-        0 where there is no gradient. are_finite: checks all elements of the own gradients, where
-        their norms are not enough.
+        own: the block norms of each own part, None without a gradient. reached: by parameter, 0 if
+        there is no gradient. are_finite: checks the own gradients element by element, called if the
+        norms do not suffice.
         """
         values = [
             torch.zeros(part.num_blocks, dtype=torch.float64, device=self._buckets.device)
@@ -109,8 +109,8 @@ class SliceExchange:
         return found, all(bool(each[-1]) for each in given)
 
     def share(self, pieces: Sequence[Tensor], params: Sequence[nn.Parameter]) -> None:
-        """Copy the updated own parts, flat and in order, into the parameters of all members, and
-        theirs into these. Raises ExchangeError, after which the parameters may be of two steps."""
+        """Copy the updated own parts (flat, in order) into the parameters of all members, and the
+        others' here. Raises ExchangeError; the parameters may then be of two steps."""
         with torch.no_grad():
             _copy(self.sums(), [piece.detach() for piece in pieces])
             failpoint("worker.slices.updated")
@@ -152,14 +152,14 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """The transfers of one member."""
+    """The transfers of one member in a gathering, prepared for all steps."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
 
 
 class GatherRun:
-    """A method that carries out gatherings in the transfer thread."""
+    """A `Run` that carries out prepared gatherings in the transfer thread."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -185,8 +185,8 @@ class LinkSlices:
         is_mirrored: bool = False,
         kept: KeptSums | None = None,
     ) -> None:
-        """Prepare the transfers. is_mirrored: each member gets the sums of the one before it
-        instead of its updates. kept: the own sums, where they are not in buckets."""
+        """Prepare the transfers. is_mirrored: each member gets the previous one's sums instead of
+        its updates. kept: the storage of own sums, if not in buckets."""
         self._transport, self._run, self._buckets = transport, GatherRun(link), buckets
         self._size, self._rank = link.size, link.rank
         counts = [count + 1 for count in owners.num_norms]
@@ -239,8 +239,8 @@ def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
 def _prepare_kept(
     link: Link, cuts: Sequence[Cut], owners: SliceOwners, kept: KeptSums, mirrored: KeptSums
 ) -> Gathering:
-    """Return the transfers that bring this member's sums to the next one, and those of the member
-    before it here; their tags follow those of `_prepare`."""
+    """Return the transfers of this member's sums to the next member, and of the previous member's
+    sums to here; their tags follow those of `_prepare`."""
     before, after = owners.mirrored_rank(link.rank), (link.rank + 1) % link.size
     sends: list[Transfer] = []
     receives: list[Transfer] = []
@@ -261,8 +261,8 @@ def _prepare(
     *,
     without: Set[tuple[int, int]] = frozenset(),
 ) -> Gathering:
-    """Return this member's transfers that bring the slices of all members into every flat tensor;
-    they use a tag for each piece, from `first_tag` on. without: pairs (owner, peer) to skip."""
+    """Return this member's transfers that bring all slices into every flat tensor, with one tag per
+    piece from `first_tag` on. without: pairs (owner, peer) to skip."""
     sends: list[Transfer] = []
     receives: list[Transfer] = []
     for number, cut in enumerate(cuts):

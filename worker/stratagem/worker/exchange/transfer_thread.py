@@ -25,7 +25,7 @@ it, the transfer may never be notified."""
 
 
 class Turn(Protocol):
-    """One step in progress, as a method sees it."""
+    """The interface of a step in progress, for a method."""
 
     @property
     def first_tag(self) -> int:
@@ -38,11 +38,11 @@ class Turn(Protocol):
         """Block until the bucket is launched; return the number launched. Raises ExchangeError."""
 
     def wait(self, works: list[PendingTransfer]) -> None:
-        """Wait for all works and empty the list. Raises ExchangeError."""
+        """Wait for all transfers and empty the list. Raises ExchangeError."""
 
 
 class Run(Protocol):
-    """A piece of work that the thread carries out for one call."""
+    """The interface of work that the thread does in one call."""
 
     def run(self, prepared: Any, turn: Turn) -> None:
         """Do all transfers, in a fixed order."""
@@ -94,8 +94,8 @@ class MeshTransport:
         deadline_s: float,
         num_further_tags: int = 0,
     ) -> None:
-        """Start the thread. num_further_tags: the tags of each step for `run_between`, after those
-        of the method."""
+        """Start the thread. num_further_tags: the number of tags per step that `run_between` may
+        use."""
         self.deadline_s = deadline_s
         self._link, self._method, self._side = link, method, side
         self._num_tags = max(1, method.num_tags + num_further_tags)
@@ -105,7 +105,7 @@ class MeshTransport:
         self._run: _Turn | None = None  # guarded by _changed, as all below
         self._num_launched = 0  # buckets
         self._mark: torch.cuda.Event | None = None
-        """The event after the last launched bucket on the device."""
+        """Event recorded after the last launched bucket on the device."""
         self._error = ""
         self._is_closed = False
         self._is_waiting = False
@@ -143,8 +143,8 @@ class MeshTransport:
         self._side.join()
 
     def run_between(self, method: Run, prepared: Any) -> None:
-        """Let the thread carry out other work between `finish` and the next step, with tags from
-        `num_tags` of the step's method on, and block until it is done. Raises ExchangeError."""
+        """Run other work in the thread between `finish` and the next step, and block until it is
+        done. It uses tags from the method's `num_tags` on. Raises ExchangeError."""
         mark = self._side.mark()
         first_tag = self._first_tag + self._method.num_tags
         with self._changed:

@@ -21,11 +21,10 @@ from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 # `StepScalars` knows their order.
 
 FIRST_REACHED: Final = 3
-"""The place of the first parameter's `reached`, after weight, sum of the loss, and stop."""
+"""Index of the first `reached` among the scalars, after weight, sum of the loss, and stop."""
 
 END: Final = float(1 << 32)
-"""The number that a member adds to `stop` to end the training before this step: more than the
-number of shards."""
+"""Value added to `stop` to end the training before this step; larger than any number of shards."""
 
 
 def num_scalars(num_params: int, num_rest: int) -> int:
@@ -35,24 +34,24 @@ def num_scalars(num_params: int, num_rest: int) -> int:
 
 @dataclass(slots=True)
 class StepScalars:
-    """The scalars of one shard, or their sums over all shards. Those that Python needs are not in a
-    tensor, whose creation would take longer than all other use of them in a small model's step."""
+    """Scalars that travel with the gradients of one shard, or their sums over all shards. Those
+    that Python needs are plain numbers, since making a tensor takes longer than using them."""
 
     weight: float
     """The number of rows or tokens that the loss counted."""
     loss_sum: float
     """The sum of mean loss · weight."""
     stop: float
-    """The number of shards of members that request a stop after this step, plus `END` as above."""
+    """Number of shards whose member requests a stop after this step; `END` is for one before."""
     reached: Sequence[float]
-    """The number of shards whose backward reached each parameter. A codec sets the first to NaN
-    where a gradient was not finite, by which all members know."""
+    """Number of shards whose backward reached each parameter. NaN in the first marks that a codec
+    met a gradient that was not finite, so that all members know."""
     rest: Tensor
     """Changes of the buffers, and further values of the trainer: 1-d float64 on the CPU."""
 
     @classmethod
     def of(cls, flat: Tensor, num_params: int) -> "StepScalars":
-        """Return the scalars in one tensor on the CPU; the inverse of `flat`."""
+        """Return the scalars decoded from one tensor on the CPU; the inverse of `flat`."""
         num_head = FIRST_REACHED + num_params
         weight, loss_sum, stop, *reached = flat[:num_head].tolist()
         return cls(weight, loss_sum, stop, reached, flat[num_head:])
@@ -69,7 +68,7 @@ class StepScalars:
 
     @property
     def is_spoiled(self) -> bool:
-        """Return whether a codec met a gradient that was not finite."""
+        """True if a codec met a gradient that was not finite."""
         return math.isnan(self.reached[0])
 
 
@@ -77,12 +76,12 @@ class StepScalars:
 
 
 class ReductionTransport(Protocol):
-    """A transport that turns every member's partial sums of each bucket into the sum, in set 0 of
-    every member."""
+    """Interface of transports that turn all members' partial sums of each bucket into the sum, in
+    every member's set 0."""
 
     @property
     def name(self) -> str:
-        """Return the engine's name for people: "solo", "shm", "gloo ring", ..."""
+        """Name of the engine, for people: "solo", "shm", "gloo ring", ..."""
 
     def begin(
         self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
@@ -91,22 +90,22 @@ class ReductionTransport(Protocol):
         all buckets but the last, the extras, are divided by divisor."""
 
     def launch(self, bucket: int) -> None:
-        """Declare this member's partial sums of the bucket final; called once per bucket, in order.
-        Returns at once."""
+        """Declare this member's partial sums of a bucket final, without waiting; called once per
+        bucket, in order."""
 
     def finish(self) -> None:
         """Block until all sums are complete and no peer reads this member's sets any more. Raises
         ExchangeError."""
 
     def cut(self) -> None:
-        """Make finish raise, soon and from any thread."""
+        """Make `finish` raise soon; from any thread."""
 
     def close(self) -> None:
         """Free threads and links. Nothing writes into the sets afterwards."""
 
 
 class SoloTransport:
-    """The transport of a lone member, whose partial sum is the sum."""
+    """Transport of a lone member, whose partial sum is the sum."""
 
     name = "solo"
 
@@ -156,24 +155,24 @@ class SoloTransport:
 
 
 class ParameterTransport(Protocol):
-    """A transport that gives a member all parts of a block, while none of them changes: from the
-    end of `updated` to the next step's sums."""
+    """Interface of transports that fetch all parts of a block of parameters, between the end of
+    `updated` and the next step's sums."""
 
     held: HeldBlocks
 
     def memory(self) -> Sequence[Tensor]:
-        """Return by block the bytes in which this member must keep its parts."""
+        """Return for each block the memory in which this member must keep its parts."""
 
     def fetch(self, block: int) -> Sequence[Tensor]:
-        """Return by rank the bytes of the parts of a block; valid until the next call. Raises
+        """Return each rank's part of a block as bytes, valid until the next call. Raises
         ExchangeError."""
 
     def end_passes(self) -> None:
-        """Declare that this member needs no block before the next step or evaluation, and serve the
-        others until all have declared it. Raises ExchangeError."""
+        """Declare that this member needs no block before the next step or evaluation; serve others
+        until all have declared so. Raises ExchangeError."""
 
     def updated(self) -> None:
-        """Declare the own parts updated by the step; block until all are. Raises ExchangeError."""
+        """Declare the own parts updated; block until all members have. Raises ExchangeError."""
 
     def cut(self) -> None:
         """Make what is under way raise; from any thread."""
@@ -183,7 +182,7 @@ class ParameterTransport(Protocol):
 
 
 class LoneParameters:
-    """The parameters of a lone member, which has all of them."""
+    """A `ParameterTransport` of a lone member, which has all parameters."""
 
     def __init__(self, held: HeldBlocks, device: torch.device) -> None:
         self.held = held
@@ -205,7 +204,7 @@ class LoneParameters:
 
 
 def own_memory(held: HeldBlocks, rank: int, device: torch.device) -> list[Tensor]:
-    """Return by block new memory for a member's parts."""
+    """Allocate memory for a member's parts, one tensor per block."""
     return [torch.zeros(size, dtype=torch.uint8, device=device) for size in held.sizes[rank]]
 
 
@@ -213,21 +212,20 @@ def own_memory(held: HeldBlocks, rank: int, device: torch.device) -> list[Tensor
 
 
 class SliceTransport(Protocol):
-    """A transport of each member's slice to all members. All make the same calls in the same order,
-    between a step's `finish` and the next step's `begin`."""
+    """Interface of transports that bring each member's slice to all members. All make the same
+    calls in the same order, between a step's `finish` and the next step's `begin`."""
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return the float64 numbers of each member, by rank; valid until the next call. Raises
+        """Return the float64 numbers of every member, by rank, valid until the next call. Raises
         ExchangeError."""
 
     def open_sums(self) -> Sequence[Tensor]:
-        """Block until the sums of the slice of the member before this one are final, which
-        `gather_norms` ends. Return flat buckets with them; only that slice of each where sums are
-        separate. Raises ExchangeError."""
+        """Block until the sums of the previous member's slice are here; `gather_norms` ends their
+        validity. Return flat buckets with that slice. Raises ExchangeError."""
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
-        """Declare the own slices of set 0 final, and block until all are. Return by rank flat
-        buckets with the slices of that member. Raises ExchangeError."""
+        """Declare the own slices of set 0 final; block until all members have. Return by rank flat
+        buckets with that rank's slices. Raises ExchangeError."""
 
     def close_slices(self) -> None:
         """Block until no other member reads the own slices any more. Raises ExchangeError."""
@@ -265,8 +263,8 @@ class Addition:
 def start_transfers(
     link: Link, first_tag: int, sends: Sequence[Transfer], receives: Sequence[Transfer]
 ) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
-    """Start transfers, peer by peer; return (receives, sends). The lower of two members sends
-    first, so that a link that matches by order alone has a receive for every send."""
+    """Start transfers, ordered by peer; return (receives, sends). The lower of two members sends
+    first, so that links that match transfers by order alone do not deadlock."""
     received, sent = list[PendingTransfer](), list[PendingTransfer]()
     for peer in range(link.size):
         out = [t for t in sends if t.peer == peer]

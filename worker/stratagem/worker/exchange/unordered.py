@@ -20,11 +20,11 @@ from stratagem.worker.mesh.link import CollectiveLink, Link
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One bucket of a member: the tensor that it sends and that receives the sum."""
+    """One bucket of a member: the tensor that is sent and that receives the sum."""
 
     total: Tensor
     others: tuple[Tensor, ...]
-    """The partial sums that are first added to total."""
+    """The partial sums to be added to `total` first."""
     is_empty: bool
     """True if this member has no live shard and contributes zeros."""
     is_extras: bool
@@ -110,7 +110,7 @@ class NativeMethod:
 
 
 def wholes(step: StepPlan, rank: int, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
-    """Return one `Whole` per bucket."""
+    """Return the `Whole` of each bucket in a step."""
     num_partials = len(step.nodes[rank])
     return [
         Whole(

@@ -75,41 +75,40 @@ _SEED_BITS = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class ClientRound:
-    """A client's update: the model after its local training, weighted by its rows."""
+    """The result of a client's round: its trained model, weighted by its number of rows."""
 
     tensors: Mapping[str, Tensor]
     num_samples: int
     loss: float
     num_steps: int
     metrics: Mapping[str, float]
-    """max_grad_norm: the largest 2-norm of a step's gradient before clipping, of those that are
-    finite. skipped_steps, where they may be: those that were not finite and changed nothing. And
-    the means of what the step function has logged, and the latest of what on_step has."""
+    """max_grad_norm: the largest finite 2-norm of a step's gradient before clipping. skipped_steps,
+    if they may occur: the number of steps skipped as not finite. Also the means of values logged by
+    the step function, and the latest values logged by on_step."""
     trained: frozenset[str]
-    """Names of the trainable parameters; tied ones under each of their names."""
+    """Names of the trainable parameters; tied parameters have several names."""
     num_applied: int
-    """Steps that were not left out."""
+    """Number of steps that were not skipped."""
     reach: Mapping[str, float] = field(default_factory=dict)
-    """The sum of the learning rates of corrected steps that were not left out, by name of the
-    trained parameter."""
+    """Sum of the learning rates of the applied corrected steps, keyed by name of the trained
+    parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientStep:
-    """A step that a client has done."""
+    """A finished step of a client."""
 
     number: int
-    """Counts from 1 in each round."""
+    """The number of the step in its round, from 1."""
     num_rows: int
     report: LocalReport
     shown: Mapping[str, float]
-    """The log of on_step."""
+    """Values that on_step has logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toward:
-    """A state from which the distance costs: (strength / 2)·‖v − w‖² over the trained
-    parameters."""
+    """A penalty on the distance to a state: (strength / 2)·‖v − w‖² over the trained parameters."""
 
     state: Mapping[str, Tensor]
     strength: float
@@ -120,23 +119,22 @@ class RoundSettings:
     """The settings of a client's round besides the job and the global state."""
 
     num_lr_reductions: int = 0
-    """The number of times that a plateau has lowered the rates."""
+    """Number of plateau reductions of the learning rates so far."""
     row_noise: RowNoise | None = None
-    """Draws and noises the steps of a job whose rows are protected."""
+    """Selects rows and adds noise in jobs with protected rows; None in others."""
     toward: Toward | None = None
-    """Trains near that state, and callbacks are shown no steps; else near `base`, as FedProx
-    says."""
+    """Train near this state without calling on_step; None to train near `base`, as FedProx does."""
     correction: Mapping[str, Tensor] | None = None
-    """The term that is added to the gradient in every step, by name of each trained parameter."""
+    """The term added to the gradient in every step, keyed by name of the parameter."""
 
 
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
-    """The order of a client's rows in an epoch, counted over all rounds from 0."""
+    """Return the order of a client's rows in an epoch. epoch: counted over all rounds, from 0."""
     return epoch_order(num_rows, (seed + client * _CLIENT_STRIDE + epoch) & _SEED_BITS)
 
 
 class ClientRunner:
-    """Runs rounds of any clients of one job; keeps the model and the data between rounds."""
+    """Trains clients of one job, a round per call; keeps the model and the data in between."""
 
     def __init__(
         self,
@@ -181,11 +179,9 @@ class ClientRunner:
         after_step: Callable[[ClientStep], None] = lambda _: None,
         settings: RoundSettings | None = None,
     ) -> ClientRound:
-        """Train from the state `base`; the result is on the CPU.
-
-        `check` is called before each step and may raise to end the round; `after_step` gets each
-        step.
-        """
+        """Train a client for one round from the state `base`; return the result, on the CPU. check:
+        called before each step, may raise to end the round. after_step: called with each finished
+        step."""
         settings = settings or RoundSettings()
         data = self._rows(ClientShare(client, num_clients))
         self._form.check()
@@ -258,13 +254,13 @@ class ClientRunner:
         num_clients: int,
         check: Callable[[], None] = lambda: None,
     ) -> float:
-        """Return the mean loss of a global state over a client's rows; see loss_before."""
+        """Return the mean loss of a global state over a client's rows."""
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         return loss_before(self._model, self._passes, data, self._job.batch_size, check)
 
     def num_rows(self, client: int, num_clients: int) -> int:
-        """Return the training rows of a client. Raises InvalidInputError for a stream."""
+        """Return the number of a client's training rows. Raises InvalidInputError for a stream."""
         rows = self._rows(ClientShare(client, num_clients))
         if isinstance(rows, StreamDataset):
             text = "comes as a stream, and privacy.unit row draws rows one by one of a known number"
@@ -278,7 +274,7 @@ class ClientRunner:
         return RowGradients(self._passes, self._named, norm, costs, noise)
 
     def steps_in_round(self, client: int, num_clients: int) -> int | None:
-        """Return the steps of one round of a client; None where its rows come as a stream."""
+        """Return the number of steps in a client's round; None if its rows come as a stream."""
         return self._num_steps(self._rows(ClientShare(client, num_clients)))
 
     def _num_steps(self, data: Dataset) -> int | None:
@@ -289,7 +285,7 @@ class ClientRunner:
     def _steps(
         self, data: Dataset, client: int, round_num: int, protected: RowGradients | None = None
     ) -> Iterator[tuple[Rows, Key]]:
-        """The rows of each step of a client's round, and the key of what it draws at random."""
+        """Yield each step of a client's round: its rows, and the key of its random numbers."""
         num_rounds_before, first = round_num - 1, f"round {round_num}, client {client}"
         if protected is not None:
             row_key = (self._job.seed, "row", "client", client, num_rounds_before)
@@ -312,7 +308,7 @@ class ClientRunner:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
+        """Return sentences about settings that this worker applies differently than written."""
         return self._execution.notes
 
     @property
@@ -321,14 +317,14 @@ class ClientRunner:
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
 
     def _reach(self, local_step: LocalStep, num_applied: int) -> dict[str, float]:
-        """Return the sum of the rates of the steps, which are the same in all of a round."""
+        """Return the summed learning rates of the applied steps, by parameter."""
         optimizer = local_step.turn.policy.optimizer
         assert optimizer is not None, "a client holds the whole model"
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         return {name: num_applied * float(rates[id(param)]) for name, param in self._named}
 
     def _pull(self, settings: RoundSettings) -> Callable[[], None]:
-        """Return what changes the gradient of a step before it is applied."""
+        """Return a function that changes the gradient of each step before it is applied."""
         if settings.correction is None:
             return self._toward(settings.toward)
         added = [
@@ -343,8 +339,8 @@ class ClientRunner:
         return correct
 
     def _toward(self, toward: Toward | None) -> Callable[[], None]:
-        """Return what adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step; nothing at
-        all for mu = 0, so that FedProx with mu = 0 is FedAvg to the bit."""
+        """Return a function that adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step; for
+        mu = 0 it does nothing, so that FedProx then has the same bits as FedAvg."""
         mu, anchors = self._mu, [param.detach().clone() for param in self._params if self._mu]
         if toward is not None:
             mu, given = (
@@ -371,8 +367,7 @@ class ClientRunner:
         return train
 
     def _batches(self, data: Dataset, client: int, epoch: int) -> Iterator[tuple[Dataset, Tensor]]:
-        """Yield the batches of one epoch, each as rows of a data set; a stream is read to its
-        end."""
+        """Yield the batches of one epoch as rows of a data set; a stream is read to its end."""
         if isinstance(data, StreamDataset):
             for fetched in data.client_batches(client, epoch):
                 yield fetched, torch.arange(len(fetched))
@@ -382,7 +377,7 @@ class ClientRunner:
             yield data, indices
 
     def _schedule(self, data: Dataset) -> ShadowSchedule | None:
-        """Return the user's schedule, which begins anew in each round."""
+        """Make the user's learning-rate schedule for a round; None if there is none."""
         if self._job.turns is not None or self._job.optimizer.schedule is None:
             return None
         if self._job.optimizer.schedule.entrypoint is None:
@@ -396,8 +391,7 @@ class ClientRunner:
     def _fresh_steps(
         self, data: Dataset, num_lr_reductions: int, protected: RowGradients | None
     ) -> list[LocalStep]:
-        """Return the steps of one round, one for each turn, with optimizers and a schedule of
-        their own."""
+        """Make the local steps of a round, one per turn, each with a new optimizer and schedule."""
         job = self._job
         policy = StepPolicy(
             *(job, self._execution, self._params),
@@ -422,7 +416,7 @@ class ClientRunner:
         rows: Rows,
         key: Key,
     ) -> LocalReport:
-        """One local step: an update, or one for each turn."""
+        """Make one local step: one update, or one per turn."""
         self._execution.begin_batch(len(rows.indices))
 
         number, reports = int(key[-1]) + 1, []
@@ -438,7 +432,7 @@ class ClientRunner:
 
 
 def _seen(number: int, rows: Rows, report: LocalReport) -> StepView:
-    """Return the view of a client's step for on_step, which counts within the round."""
+    """Return on_step's view of a client's step; steps count within the round."""
     counted = report.counted
     weight = 0.0 if report.is_skipped else counted.weight
     metrics = means(counted.logged)
@@ -446,7 +440,7 @@ def _seen(number: int, rows: Rows, report: LocalReport) -> StepView:
 
 
 def _keys(step: Key, turn: StepTurn) -> Callable[[int], Key]:
-    """Return the key of each micro-batch of a turn of a step."""
+    """Return a function from a micro-batch's number to the key of its random numbers."""
     of_turn = (*step, "turn", *turn.key) if turn.key else step
     return lambda micro_batch: (*of_turn, micro_batch) if micro_batch else of_turn
 
@@ -468,10 +462,10 @@ _SPLIT = "train"
 def loss_before(
     model: nn.Module, passes: Passes, data: Dataset, batch_size: int, check: Callable[[], None]
 ) -> float:
-    """Return Σ mean loss · weight / Σ weight of all batches, NaN where nothing counts.
+    """Return Σ mean loss · weight / Σ weight over all batches; NaN without weight.
 
-    check: called before each batch; may raise to end it. Raises InvalidInputError for rows that
-    come as a stream.
+    check: called before each batch, may raise to end. Raises InvalidInputError for rows that come
+    as a stream.
     """
     if isinstance(data, StreamDataset):
         text = "needs training rows with a len(): a stream would be read once more in each round"

@@ -1,4 +1,4 @@
-"""Protect the privacy of a client's rows: clip its update, and train its steps by DP-SGD.
+"""Protect the privacy of a client's rows: clip its update, or train its steps by DP-SGD.
 
 A client may send its change to the global state clipped as one vector of all its floats. Where its
 rows are protected, each step clips the gradient of every row and adds noise, and a budget limits
@@ -49,24 +49,24 @@ from stratagem.worker.user_code.entrypoints import user_code
 # Source: McMahan et al. 2018, https://arxiv.org/abs/1710.06963 (flat clipping).
 
 _SHORTER: Final = 2.0**-24
-"""The factor is made smaller by this share, then by twice as much, and so on."""
+"""The clipping factor is reduced by this share, then by twice as much, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClippedChange:
-    """The change as it is sent, under the names of the state, on the CPU."""
+    """A client's clipped change, as it is sent: keyed by the names of the state, on the CPU."""
 
     tensors: Mapping[str, Tensor]
     is_within: bool
-    """It was no longer than the norm before it was clipped."""
+    """True if the change did not exceed the norm before clipping."""
 
 
 def clipped_change(
     base: Mapping[str, Tensor], trained: Mapping[str, Tensor], norm: float
 ) -> ClippedChange:
-    """Return the clipped change from `base` to `trained`. Tied tensors count once, and stay tied.
+    """Return the change from `base` to `trained`, clipped to the norm.
 
-    A change that is not finite stays so, for the coordinator to reject.
+    Tied tensors count once, and stay tied. The coordinator rejects changes that are not finite.
     """
     changes, of_storage, result = dict[str, Tensor](), dict[tuple[object, ...], str](), {}
     for name, tensor in trained.items():
@@ -84,14 +84,14 @@ def clipped_change(
 
 
 def _place(name: str, tensor: Tensor) -> tuple[object, ...]:
-    """Return what two tensors have in common that are tied, and no others."""
+    """Return a key that is equal for tied tensors only."""
     if not tensor.numel():
         return (name,)
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _difference(before: Tensor, after: Tensor) -> Tensor:
-    """Return the change in float64; zero where the bits are equal, also of what is not finite."""
+    """Return the change in float64; 0 where the bits are equal, even of NaN or infinity."""
     after = after.detach().cpu()
     before = before.detach().cpu()
     if not after.is_floating_point():
@@ -108,7 +108,7 @@ def _norm(changes: Iterable[Tensor]) -> float:
 def _scaled(
     changes: Mapping[str, Tensor], trained: Mapping[str, Tensor], factor: float
 ) -> dict[str, Tensor]:
-    """Return the changes times a factor in the types that they are sent in."""
+    """Return the changes times the factor, in the types in which they are sent."""
     return {
         name: (change * factor).to(trained[name].dtype).contiguous()
         if change.is_floating_point()
@@ -124,7 +124,7 @@ def _scaled(
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """The way in which the rows of one client are drawn, and what that costs."""
+    """The sampling of one client's rows in DP-SGD, and its privacy cost."""
 
     num_rows: int
     batch_size: int
@@ -134,7 +134,7 @@ class RowCosts:
 
     @classmethod
     def of(cls, job: JobSpec, num_rows: int) -> "RowCosts":
-        """Return the costs of a client with so many rows."""
+        """Make the costs of a client with `num_rows` rows."""
         assert job.privacy is not None
         assert job.privacy.noise_multiplier is not None
         assert isinstance(job.strategy, Federated)
@@ -148,21 +148,21 @@ class RowCosts:
 
     @property
     def rate(self) -> float:
-        """The probability with which each row takes part in a step."""
+        """Probability that a row takes part in a step."""
         return min(1.0, self.batch_size / self.num_rows)
 
     @property
     def num_expected(self) -> float:
-        """Rows that are expected in a step."""
+        """Expected number of rows in a step."""
         return self.rate * self.num_rows
 
     @property
     def steps_per_round(self) -> int:
-        """The steps that it would take to go through the rows in batches."""
+        """Number of steps per round: as many as its local epochs would have in whole batches."""
         return self.local_epochs * -(-self.num_rows // self.batch_size)
 
     def epsilon_after(self, num_rounds: int) -> float:
-        """Return what so many rounds spend. Raises InvalidInputError without the accountant."""
+        """Return the spent epsilon. Raises InvalidInputError without the accountant."""
         if not accountant.is_installed():
             raise InvalidInputError.at("privacy", f"this worker {accountant.NEEDED}")
         num_steps = num_rounds * self.steps_per_round
@@ -170,8 +170,8 @@ class RowCosts:
 
 
 def check_budget(costs: RowCosts, target: float | None, num_spent: int) -> float:
-    """Return epsilon with the round that follows `num_spent` ones. Raises BudgetSpentError where
-    that is more than the target."""
+    """Return epsilon after the round that follows `num_spent` ones. Raises BudgetSpentError if it
+    exceeds the target."""
     epsilon = costs.epsilon_after(num_spent + 1)
     if target is not None and epsilon > target:
         before = costs.epsilon_after(num_spent)
@@ -194,8 +194,8 @@ _TOO_NARROW: Final = (
 
 
 def check_rows_apart(job: JobSpec, model: nn.Module) -> None:
-    """Raise InvalidInputError, naming each module that mixes the rows of a batch or keeps sums of
-    them, and for a model of which nothing is trained."""
+    """Raise InvalidInputError for a model without trained parameters, or with modules that mix the
+    rows of a batch or keep sums over them."""
     if job.privacy is None or job.privacy.unit != "row":
         return
     wrong = [
@@ -215,7 +215,7 @@ def check_rows_apart(job: JobSpec, model: nn.Module) -> None:
 
 
 def _keeps_sums(module: nn.Module) -> bool:
-    """Return whether a layer of statistics takes them over rows; InstanceNorm only keeps them."""
+    """Return whether a normalization layer uses or keeps statistics over several rows."""
     is_batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
     is_instance = isinstance(module, nn.modules.instancenorm._InstanceNorm)
     return (is_batch and not is_instance) or bool(module.track_running_stats)
@@ -239,30 +239,30 @@ def _keeps_sums(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowNoise:
-    """The draws and the noise of one round of one client."""
+    """The random choice of rows and the noise in one round of one client."""
 
     secret: bytes
     names: tuple[str, ...]
-    """All that the round is computed from, besides the rows themselves."""
+    """All values that determine the round, besides the rows themselves."""
     is_seeded: bool = False
-    """Everybody can compute it, so the rows need not be hashed."""
+    """True if anybody can compute the noise from the seed, so that the rows need not be hashed."""
     digest: str = ""
     """SHA-256 of the rows of the steps so far."""
 
     @property
     def digest_of_names(self) -> str:
-        """The text that tells this round from every other one, in an audit."""
+        """A text that identifies this round in an audit, different for every round."""
         return hashlib.sha256(derived_key(self.secret, ["name", *self.names])).hexdigest()[:32]
 
     def drawn(self, step: int, num_rows: int, rate: float) -> Tensor:
-        """Return the rows of a step (from 0), in order, each drawn by itself; perhaps none."""
+        """Return the rows of a step (from 0), each selected independently; there may be none."""
         if rate >= 1.0:
             return torch.arange(num_rows)
         key = derived_key(self.secret, ["draw", *self.names, str(num_rows), str(step)])
         return torch.from_numpy(np.flatnonzero(uniform(key, 0, num_rows) < rate))
 
     def after(self, rows: Iterable[Tensor]) -> Self:
-        """Return the noise of the step that has read these tensors of rows."""
+        """Return this noise after a step that has read these rows: they become part of `digest`."""
         if self.is_seeded:
             return self
         digest = hashlib.sha256(self.digest.encode())
@@ -273,7 +273,7 @@ class RowNoise:
         return replace(self, digest=digest.hexdigest())
 
     def of_tensor(self, step: int, name: str, num: int) -> Floats:
-        """Return the standard normal noise of a step on the elements of a tensor."""
+        """Return `num` standard normal values: the noise of a step for the tensor of this name."""
         key = derived_key(self.secret, ["rows", *self.names, str(step), self.digest, name])
         return standard_normal(key, 0, num)
 
@@ -291,11 +291,11 @@ class RowNoise:
 # https://arxiv.org/abs/1607.00133, Algorithm 1, with Poisson sampling.
 
 _MAX_NUMBERS: Final = 1 << 25
-"""Numbers of all rows' gradients that are in memory at once."""
+"""Maximum number of elements of per-row gradients in memory at once."""
 _MAX_ROWS: Final = 1024
 
 _ONE_BY_ONE: Final = (nn.RNN, nn.GRU, nn.RNNCellBase)
-"""Modules that write into their state in place, which vmap refuses; LSTM it runs."""
+"""Modules that write into their state in place, which vmap refuses; LSTM works."""
 
 Params = Mapping[str, Tensor]
 Gradients = Callable[[Params, Any, Any], Params]
@@ -303,7 +303,7 @@ Gradients = Callable[[Params, Any, Any], Params]
 
 @dataclass(slots=True)
 class RowGradients:
-    """Makes the gradients of the steps of one client's round. Used by one thread."""
+    """Computes the protected gradients in one client's round. Used by one thread."""
 
     passes: Passes
     named: list[tuple[str, nn.Parameter]]
@@ -314,12 +314,12 @@ class RowGradients:
     step: int = 0
 
     def drawn_rows(self) -> Iterator[Tensor]:
-        """Yield the rows of each step of the round: perhaps none."""
+        """Yield the randomly selected rows of each step of the round; perhaps none."""
         for step in range(self.costs.steps_per_round):
             yield self.noise.drawn(step, self.costs.num_rows, self.costs.rate)
 
     def __call__(self, rows: Rows, window: Window) -> Counted:
-        """Make `.grad` the protected mean over these rows, of which there may be none."""
+        """Set `.grad` to the clipped and noised mean gradient over these rows (maybe none)."""
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.named}
         passes, num_rows = self.passes, rows.indices.shape[0]
         if num_rows:
@@ -338,7 +338,7 @@ class RowGradients:
         return Counted(0.0, self.costs.num_expected)
 
     def _add(self, sums: Mapping[str, Tensor], x: Any, y: Any, rows: Rows) -> None:
-        """Add the clipped gradients of rows to the sums, some rows at a time, in order."""
+        """Add the clipped gradients of the rows to the sums, a few rows at a time, in order."""
         params = {name: param.detach() for name, param in self.named}
         size = max(
             1, min(_MAX_ROWS, _MAX_NUMBERS // max(1, sum(map(Tensor.numel, params.values()))))
@@ -361,7 +361,7 @@ class RowGradients:
 
 
 def _row_gradients(passes: Passes, params: Params) -> Gradients:
-    """Return what computes the gradients of rows, each with the rows as its first dimension."""
+    """Return a function that computes the gradients of rows, stacked along dimension 0."""
     others = {
         name: tensor.detach()
         for name, tensor in (*passes.model.named_parameters(), *passes.model.named_buffers())
@@ -392,7 +392,7 @@ def _one_by_one(of_row: Gradients) -> Gradients:
 
 
 def _factors(gradients: Params, norm: float) -> Tensor:
-    """Return by row what shortens its gradient to the norm; 0 for one that is not finite."""
+    """Return per row the factor that clips its gradient to the norm; 0 if it is not finite."""
     squares = sum(g.detach().double().flatten(1).square().sum(1) for g in gradients.values())
     assert isinstance(squares, Tensor)
     length = squares.sqrt()
@@ -401,7 +401,7 @@ def _factors(gradients: Params, norm: float) -> Tensor:
 
 
 def _shrunk(gradients: Tensor, factors: Tensor) -> Tensor:
-    """Return gradients times the factors of their rows, in float64; 0 leaves nothing."""
+    """Return the gradients times their rows' factors, in float64; a factor of 0 gives exactly 0."""
     by_row = factors.reshape(-1, *(1 for _ in gradients.shape[1:]))
     return torch.where(by_row > 0, gradients.double() * by_row, torch.zeros_like(by_row))
 

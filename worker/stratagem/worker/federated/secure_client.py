@@ -65,7 +65,7 @@ from stratagem.worker.site.file import PeerPins
 
 @dataclass(frozen=True, slots=True)
 class SignedKeys:
-    """The public keys of a client, and who has signed them."""
+    """A client's public keys, signed by its worker."""
 
     client: int
     share_key: bytes
@@ -76,16 +76,16 @@ class SignedKeys:
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """The masks with which the update of a client leaves."""
+    """The masks that are added to a client's update before it is sent."""
 
     rule: Quantisation
     spec: SecureAggregation
     masks: tuple[tuple[bytes, bool], ...]
-    """The key of each mask, and whether it is subtracted."""
+    """The key of each mask, and whether the mask is subtracted."""
 
 
 class SecureClient:
-    """One client in one attempt of a round. Used under the lock of the store."""
+    """One client in one attempt of a secure round. Used under the store's lock."""
 
     def __init__(
         self, store: SecretStore, signer: WorkerSigner, of_round: SecureRound, client: int
@@ -94,8 +94,8 @@ class SecureClient:
         self._key: RecordKey = (of_round.run_id, of_round.party, client)
 
     def check_new(self, job: str) -> RoundRecord | None:
-        """Return the record of this attempt, where there is one. Raises RefusedBySiteError where a
-        later one has begun, or this round was opened in another attempt."""
+        """Return the record of this attempt, None if there is none. Raises RefusedBySiteError if a
+        later attempt has begun, or if this round was opened in another attempt."""
         known, number, attempt = self._store.find(self._key), *self._place
         if known is None:
             return None
@@ -118,8 +118,8 @@ class SecureClient:
         return known
 
     def post_keys(self, job: str, spec: SecureAggregation, audit: Mapping[str, JSON]) -> SignedKeys:
-        """Return the client's signed public keys; new ones, unless this attempt has some. job:
-        SHA-256 of the job's text. audit: what the lines of the site's audit have in common."""
+        """Return the client's signed public keys, the same again for the same attempt. job: SHA-256
+        of the job's text. audit: fields common to all lines of the site's audit about the round."""
         record = self.check_new(job)
         if record is None:
             before = self._store.find(self._key)
@@ -142,8 +142,9 @@ class SecureClient:
         peers: Sequence[SignedKeys],
         pins: PeerPins | None,
     ) -> dict[int, bytes]:
-        """Return the sealed shares by neighbour. members: all who have posted keys. peers: the
-        neighbours' keys. Raises InvalidInputError for what cannot be one round."""
+        """Return the sealed shares of this client's secrets, keyed by neighbour. members: all that
+        have posted keys. peers: the neighbours' keys. Raises InvalidInputError if these cannot be
+        one round."""
         record = self._record()
         others = self._neighbours(record.spec, members, ring_seed, pins)
         if [peer.client for peer in peers] != list(others):
@@ -191,9 +192,11 @@ class SecureClient:
         return Masking(record.spec.quantisation(len(record.members)), record.spec, tuple(masks))
 
     def keep_update(self, routed: Sequence[int], update: str) -> None:
-        """Note the masked update that is about to leave. update: its SHA-256. Raises
-        RefusedBySiteError where another one may have left: the difference of two inputs under one
-        mask is the difference of the updates."""
+        """Record the masked update that is about to be sent. update: its SHA-256.
+
+        Raises RefusedBySiteError if a different one may have been sent: the difference of two
+        inputs under one mask would reveal the difference of the updates.
+        """
         record = self._shared_record()
         if record.update and (record.update, record.routed) != (update, tuple(routed)):
             raise RefusedBySiteError(
@@ -205,7 +208,7 @@ class SecureClient:
         failpoint("worker.secure.update_kept")
 
     def sign_survivors(self, survivors: Sequence[int]) -> bytes:
-        """Return the signature of the set whose updates are in the sum; of one set alone."""
+        """Sign the set of clients whose updates are in the sum; one set per round."""
         record = self._shared_record()
         if not record.update:
             raise RefusedBySiteError(f"client {self._client} has sent no update in this round")
@@ -228,9 +231,9 @@ class SecureClient:
         signatures: Mapping[int, bytes],
         sealed: Mapping[int, bytes],
     ) -> dict[int, tuple[bool, bytes]]:
-        """Return of each neighbour and of the client itself one share, and whether it is of the
-        mask key. signatures: of the same set by neighbours. sealed: the shares that the neighbours
-        have sealed for this client."""
+        """Return for each neighbour and this client one share of a secret, and whether it is of the
+        mask key. signatures: the neighbours', of the same set. sealed: the shares sealed for this
+        client."""
         record = self._shared_record()
         if not record.survivors or record.survivors != tuple(survivors):
             raise RefusedBySiteError(
@@ -282,8 +285,8 @@ class SecureClient:
         )
 
     def _signed(self, record: RoundRecord, text: bytes) -> tuple[SignedIdentity, bytes]:
-        """Return a signature of the round, and whose it is. Raises KeysLostError where the worker
-        signs as another by now: the neighbours know the one that the round began with."""
+        """Return a signature of the round, and the signer's identity. Raises KeysLostError if the
+        worker's identity has changed since the round began."""
         signed, signature = self._signer.sign(bytes.fromhex(record.root), text)
         if _digest(signed) == record.identity:
             return signed, signature
@@ -328,8 +331,8 @@ class SecureClient:
     def _check_different(
         self, record: RoundRecord, known: Mapping[int, PeerKeys], pins: PeerPins | None
     ) -> None:
-        """Refuse keys that occur twice, and where peers are pinned also one worker for two
-        clients: who has several clients knows what few others hide."""
+        """Refuse duplicate keys, and with pinned peers also one worker for two clients: its owner
+        could unmask clients with few other neighbours."""
         own = self._secrets(record).public
         every = [own.share_key.hex(), own.mask_key.hex()]
         every += [key for keys in known.values() for key in (keys.share_key, keys.mask_key)]
@@ -355,7 +358,7 @@ class SecureClient:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def _context(self, record: RoundRecord, owner: int) -> bytes:
-        """Return what the shares of a client depend on: whose they are, and who is in the round."""
+        """Return the context to which shares are bound: their owner, and the round's members."""
         members = self._round.of_members(record.members, bytes.fromhex(record.ring_seed))
         return self._round.transcript("holders", owner, members)
 
@@ -364,7 +367,7 @@ class SecureClient:
             raise InvalidInputError.at(field, "is no increasing list of clients of the round")
 
     def _check_enough(self, record: RoundRecord, clients: Sequence[int], what: str) -> None:
-        """Refuse a sum of few: enough of all must be in it, and enough of this neighbourhood."""
+        """Refuse a sum over too few clients, in all or in this neighbourhood."""
         holders = {*record.neighbours, self._client}
         for group in (set(record.members), holders):
             needed = shares_needed(record.spec.threshold, len(group))
@@ -373,7 +376,7 @@ class SecureClient:
                 raise RefusedBySiteError(f"{count}, and {needed} are needed")
 
     def _of_survivors(self, record: RoundRecord, other: int | None) -> bytes:
-        """Return the text of a signature of the survivors: this client's, or another's."""
+        """Return the text that a client signs about the survivors: this client, or another one."""
         client = self._client if other is None else other
         members = self._round.of_members(record.members, bytes.fromhex(record.ring_seed))
         return self._round.of_survivors(client, members, record.survivors)
@@ -413,12 +416,12 @@ def _one_of(share: HeldShare, survives: bool) -> tuple[bool, bytes]:
 # Integers and bools of the model do not leave. Memory beside the update is a window.
 
 _WINDOW: Final = 1 << 18
-"""Elements that are quantised at once."""
+"""Number of elements quantised at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedUpdate:
-    """The only tensor of the update, and its SHA-256."""
+    """The masked update, a single tensor, and its SHA-256."""
 
     tensors: Mapping[str, Tensor]
     digest: str
@@ -427,8 +430,8 @@ class MaskedUpdate:
 def masked_update(
     base: Mapping[str, Tensor], trained: Mapping[str, Tensor], masking: Masking, weight: int
 ) -> MaskedUpdate:
-    """Return the masked change from `base` to `trained`. Raises UserCodeError, as training does,
-    where it is not finite."""
+    """Return the masked change from `base` to `trained`. Raises UserCodeError if it is not
+    finite."""
     model, _ = manifest_of(trained, Purpose.UPDATE)
     layout, rule = MaskedLayout(model), masking.rule
     words = np.empty(layout.num_elements + 1, rule.word)
@@ -446,7 +449,7 @@ def masked_update(
 
 
 def _change(name: str, before: Tensor, after: Tensor) -> Floats:
-    """Return the change in float64; zero where the bits are equal, also of what is not finite."""
+    """Return the change in float64; 0 where the bits are equal, even of NaN or infinity."""
     before, after = before.detach().cpu(), after.detach().cpu()
     difference = torch.where(after == before, 0.0, after.double() - before.double())
     if not bool(torch.isfinite(difference).all()):

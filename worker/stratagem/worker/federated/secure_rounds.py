@@ -1,4 +1,4 @@
-"""All secure rounds of this worker: takes calls of the coordinator apart, and plans their masks.
+"""Answer the coordinator's calls in this worker's secure rounds, and provide the masks of updates.
 
 Owns the way from messages to the steps of secure_client.py and back, and the lines of the site's
 audit about them. A refusal is an answer with its cause; nothing of a secret is in it, or in a log.
@@ -48,7 +48,7 @@ class SecureRounds:
         self._store, self._signer, self._site = store, signer, site
 
     def answer(self, request: pb.SecureRoundRequest) -> pb.SecureRoundResponse:
-        """Return the answer to a step. Raises InvalidInputError for one that is no request."""
+        """Answer the request for one step. Raises InvalidInputError for an invalid request."""
         _check(request)
         with self._store.lock:
             try:
@@ -63,20 +63,20 @@ class SecureRounds:
     def masking(
         self, of_round: SecureRound, client: int, job_json: str, routed: tuple[int, ...]
     ) -> Masking:
-        """Return the masks of an update that is about to be made. Raises RefusedBySiteError."""
+        """Return the masks for an update. Raises RefusedBySiteError."""
         with self._store.lock:
             return self._client(of_round, client).masking(_digest(job_json), routed)
 
     def keep_update(
         self, of_round: SecureRound, client: int, routed: tuple[int, ...], update: str
     ) -> None:
-        """Note the masked update that is about to leave. Raises RefusedBySiteError where another
-        one may have left."""
+        """Record the masked update that is about to be sent. Raises RefusedBySiteError if a
+        different one may have been sent."""
         with self._store.lock:
             self._client(of_round, client).keep_update(routed, update)
 
     def forget_run(self, run_id: str) -> None:
-        """Forget the secrets of a run that is over."""
+        """Delete the secrets of a run that is over."""
         self._store.forget_run(run_id)
 
     def _client(self, of_round: SecureRound, client: int) -> SecureClient:
@@ -121,7 +121,7 @@ class SecureRounds:
     def _told(
         self, request: pb.SecureRoundRequest, answer: pb.SecureRoundResponse
     ) -> pb.SecureRoundResponse:
-        """Return an answer once it stands in the site's audit."""
+        """Return an answer after writing it to the site's audit."""
         record = self._store.find((request.run_id, request.party, request.client))
         if self._site is not None and record is not None:
             data = answer.SerializeToString(deterministic=True)
@@ -156,7 +156,7 @@ def _opened(request: pb.SecureRoundRequest, own: SecureClient) -> pb.SecureRound
 
 
 def _check(request: pb.SecureRoundRequest) -> None:
-    """Raise InvalidInputError for a request that no client can mean."""
+    """Raise InvalidInputError for a malformed request."""
     check_run_id(request.run_id)
     check_party(request.party)
     if request.WhichOneof("step") is None:
@@ -171,7 +171,7 @@ def _check(request: pb.SecureRoundRequest) -> None:
 
 
 def _as_plan(request: pb.SecureRoundRequest) -> pb.ExecuteRequest:
-    """Return the training that the keys are for, as a site is asked about it."""
+    """Return the request as a training plan, about which the site is asked."""
     return pb.ExecuteRequest(
         session=types_pb2.SessionRef(run_id=request.run_id, party=request.party),
         segment=request.round_num,

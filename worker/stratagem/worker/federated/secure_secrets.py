@@ -48,7 +48,7 @@ _SUFFIX: Final = ".secret"
 
 @dataclass(frozen=True, slots=True)
 class PeerKeys:
-    """The verified identity of a neighbour: hexadecimal."""
+    """A neighbour's verified identity and public keys, in hexadecimal."""
 
     share_key: str
     mask_key: str
@@ -57,7 +57,7 @@ class PeerKeys:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """The newest round of one client. Bytes are hexadecimal."""
+    """The secrets and uses of a client's newest round. Bytes are in hexadecimal."""
 
     run_id: str
     party: str
@@ -65,45 +65,45 @@ class RoundRecord:
     round_num: int
     attempt: int
     root: str = field(repr=False)
-    """Empty once the secrets are forgotten."""
+    """The root of the round's secrets; empty once they are deleted."""
     job: str
-    """SHA-256 of the job's text, which all of the round must have."""
+    """SHA-256 of the job's text, which must be the same for all clients of the round."""
     spec: SecureAggregation
-    """The job's section."""
+    """The job's section about secure aggregation."""
     audit: Mapping[str, JSON] = field(default_factory=dict)
-    """The fields that the lines of a site's audit about the round have in common."""
+    """Fields common to all lines of the site's audit about the round."""
     last_opened: int = 0
-    """The newest round in which shares were opened."""
+    """The newest round in which this client has revealed shares."""
     setup: str = ""
-    """SHA-256 of what the shares depend on: who is in the round, and the neighbours' keys."""
+    """SHA-256 of what the shares depend on: the round's members, and the neighbours' keys."""
     members: tuple[int, ...] = ()
     ring_seed: str = ""
     neighbours: Mapping[int, PeerKeys] = field(default_factory=dict)
     routed: tuple[int, ...] = ()
     update: str = ""
-    """SHA-256 of the masked update, before which none has left."""
+    """SHA-256 of the masked update; empty until one may have been sent."""
     survivors: tuple[int, ...] = ()
-    """The set that was signed; there is no second one."""
+    """The signed set of survivors; a different one is never signed."""
     identity: str = ""
-    """SHA-256 of what the client's signatures of the round are verified with."""
+    """SHA-256 of the identity with which the client's signatures of the round are verified."""
 
     @property
     def key(self) -> "RecordKey":
         return self.run_id, self.party, self.client
 
     def forgotten(self) -> "RoundRecord":
-        """Return what is kept of a round that is over."""
+        """Return the record without secrets, as it is kept after the round."""
         of_round = self.round_num, self.attempt
         opened = self.last_opened
         return RoundRecord(*self.key, *of_round, "", self.job, self.spec, last_opened=opened)
 
 
 RecordKey = tuple[str, str, int]
-"""Run, party, client."""
+"""The key of a record: run, party, client."""
 
 
 class SecretStore:
-    """The records of one worker. Used from any thread, under `lock`."""
+    """The secret records of one worker. Used from any thread, under `lock`."""
 
     def __init__(self, folder: Path | None) -> None:
         self.lock = RLock()
@@ -119,7 +119,7 @@ class SecretStore:
         return self._records.get(key)
 
     def save(self, record: RoundRecord) -> None:
-        """Keep a record in the place of the one before. It is on the disk when this returns."""
+        """Replace a client's record; it is durable when this returns."""
         if self._folder is not None:
             with whole_file(self._path(record.key), mode=0o600) as file:
                 file.write(json.dumps(asdict(record)).encode())
@@ -130,7 +130,7 @@ class SecretStore:
             self._drop_oldest()
 
     def forget_run(self, run_id: str) -> None:
-        """Forget the secrets of a run that is over, and keep which of its rounds were opened."""
+        """Delete the secrets of a run that is over; keep which of its rounds were opened."""
         with self.lock:
             for record in [each for each in self._records.values() if each.run_id == run_id]:
                 if record.root:
@@ -183,29 +183,29 @@ _RAW_KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class SignedIdentity:
-    """The signer of a client: a certificate with those above it, in DER, or a raw public key."""
+    """The signer's identity: a certificate with its chain, in DER, or a raw public key."""
 
     identity: bytes
     issuers: tuple[bytes, ...] = ()
 
 
 class WorkerSigner:
-    """Signs as the worker, and says whose signature counts. Files are read when they are used, as
+    """Signs as the worker, and checks others' identities. Files are read at each use, since
     certificates are renewed while a worker runs."""
 
     def __init__(self, tls: TlsFiles | None = None, revoked: RevokedFile | None = None) -> None:
         self._tls, self._revoked = tls, revoked
 
     def identity(self, root: bytes) -> SignedIdentity:
-        """Return what others verify this worker's signatures with. root: of the client's secrets,
-        from which its own key follows where there is no certificate."""
+        """Return the identity with which others verify this worker's signatures. root: of the
+        client's secrets; without a certificate, the signing key is derived from it."""
         if self._tls is None:
             return _own_identity(root)
         return _identity_of(self._tls, self._tls.read())
 
     def sign(self, root: bytes, text: bytes) -> tuple[SignedIdentity, bytes]:
-        """Return the signature of a text, and what it is verified with: of one key, also while the
-        certificate is renewed."""
+        """Return a signature of the text, and the identity to verify it with: consistent even if
+        the certificate is renewed meanwhile."""
         if self._tls is None:
             return _own_identity(root), _own_key(root).sign(text)
         material = self._tls.read()
@@ -223,8 +223,8 @@ class WorkerSigner:
                 raise InvalidInputError.at("tls_key", why)
 
     def check_peer(self, who: str, signed: SignedIdentity, pins: PeerPins | None) -> None:
-        """Raise InvalidInputError or UnauthenticatedError where this is no identity that counts.
-        pins: of the site; None: it has none."""
+        """Check another client's identity. Raises InvalidInputError or UnauthenticatedError if it
+        is not accepted. pins: the site's pinned workers; None if it pins none."""
         if self._tls is None and pins is None:
             if len(signed.identity) != _RAW_KEY_BYTES:
                 raise InvalidInputError(f"{who} has no Ed25519 key, and there are no certificates")
@@ -253,7 +253,7 @@ class WorkerSigner:
 
 
 def is_signed_by(identity: bytes, signature: bytes, text: bytes) -> bool:
-    """Return whether the holder of an identity that counts has signed a text."""
+    """Return whether the text was signed by the holder of this accepted identity."""
     try:
         if len(identity) == _RAW_KEY_BYTES:
             Ed25519PublicKey.from_public_bytes(identity).verify(signature, text)
@@ -312,7 +312,7 @@ def _is_issued(
     authorities: Sequence[x509.Certificate],
     now: datetime,
 ) -> bool:
-    """Return whether a chain of certificates that count leads from an authority to the leaf."""
+    """Return whether a valid chain of certificates leads from an authority to the leaf."""
     current = leaf
     for _ in range(_MAX_LINKS):
         if not current.not_valid_before_utc <= now <= current.not_valid_after_utc:
@@ -331,7 +331,7 @@ def _counts(authority: x509.Certificate, now: datetime) -> bool:
 
 
 def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
-    """Return whether one has issued the other, and may: a worker's certificate issues nothing."""
+    """Return whether `issuer` has issued the certificate, and is allowed to."""
     try:
         limits = issuer.extensions.get_extension_for_class(x509.BasicConstraints).value
         certificate.verify_directly_issued_by(issuer)

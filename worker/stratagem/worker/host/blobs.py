@@ -42,12 +42,12 @@ from stratagem.v1 import tensor_pb2
 
 _STATM: Final = Path("/proc/self/statm")
 _RSS: Final = 1
-"""The index of the number of resident pages."""
+"""Index of the number of resident pages in /proc/self/statm."""
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the bytes of tensors on a GPU; elsewhere the resident memory of this process, or its
-    peak where the system does not report the present value."""
+    """Return the number of bytes of tensors on a GPU; on the CPU the process's resident memory, or
+    its peak if the system does not report the present value."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
@@ -67,22 +67,20 @@ def memory_bytes(device: torch.device) -> int:
 # these may have been those of different callers.
 
 NUM_STATES: Final = 2
-"""The number of states kept of a run, or of each of its federations."""
+"""Number of states kept per run, or per federation of a run."""
 MAX_FEDERATIONS: Final = 8
 """The number of federations of a run for which states are kept."""
 MAX_UPLOADS: Final = 16
 MAX_DROPPED: Final = 1000
-"""The number of digests of dropped states that are remembered for each run."""
+"""Number of digests of dropped states that are remembered per run."""
 RETRY_AFTER_S: Final = 1.0
 
 Tensors = Mapping[str, Tensor]
 
 
 class Blob(Protocol):
-    """One blob: its storage from the first byte on, and after `finish` its content.
-
-    The caller must not change the tensors that `load` returns.
-    """
+    """A blob being received, and after `finish` its content. The tensors returned by `load` must
+    not be changed."""
 
     purpose: Purpose
     memory_bytes: int
@@ -96,8 +94,9 @@ class Blob(Protocol):
 
 @contextmanager
 def _room_needed() -> Iterator[None]:
-    """Turn the errors of a full or missing disk, and of memory, into UnavailableError, after which
-    the caller retries. The message has no path, since it goes to the coordinator."""
+    """Context manager that turns errors of a full or missing disk, or of memory, into
+    UnavailableError, after which the caller retries. The message has no path, since the coordinator
+    sees it."""
     try:
         yield
     except (OSError, MemoryError) as error:
@@ -134,7 +133,7 @@ class _InMemory:
         return self._tensors, self._manifest.metadata
 
     def drop(self) -> None:
-        """Do nothing: the tensors are freed with the last reference to them."""
+        """Do nothing: the tensors are freed with their last reference."""
 
 
 class _OnDisk:
@@ -173,22 +172,22 @@ class _OnDisk:
 
 
 class BlobUpload:
-    """One incoming blob, which survives the stream that carried its first part."""
+    """A blob in transfer; another stream may continue the upload if the first one breaks."""
 
     def __init__(self, digest: str, manifest: Manifest, blob: Blob) -> None:
         self.digest = digest
         self.manifest = manifest
         self.is_open = False
         self.is_broken = False
-        """True if a received part was not stored, so that no later stream can continue it."""
+        """True if a received part could not be stored, so that the upload cannot be continued."""
         self.term = 0
-        """The term of the coordinator whose stream has it open."""
+        """The term of the coordinator whose stream fills the upload at present."""
         self.num_streams = 0
         self._blob = blob
         self.writer = ChunkWriter(manifest.total_bytes, self._sink, purpose=manifest.purpose)
 
     def fill(self, pieces: Iterable[memoryview]) -> None:
-        """Store all bytes, which have been checked. To be called in a thread."""
+        """Store all bytes, which must be checked already. Run it in a thread."""
         for piece in pieces:
             self._sink(self.writer.received, piece)
             self.writer.received += len(piece)
@@ -207,8 +206,8 @@ class BlobUpload:
             raise
 
     def read(self, file: tensor_pb2.OpenFile, limit_s: float) -> None:
-        """Read the offered file, where that is possible and nothing has been received yet; bytes
-        that are missing after limit_s come as chunks. To be called in a thread."""
+        """Read the offered file if possible and if nothing was received yet; bytes missing after
+        limit_s come as chunks instead. Run it in a thread."""
         if self.writer.received:
             return
         with suppress(IntegrityError, UnreadableFileError):
@@ -218,7 +217,7 @@ class BlobUpload:
                         self.writer.take(piece)
 
     def check(self) -> None:
-        """Raise IntegrityError unless the bytes have the digest. To be called in a thread."""
+        """Raise IntegrityError unless the bytes match the digest. Run it in a thread."""
         try:
             digest = self._blob.digest()
         except (OSError, ValueError) as error:
@@ -244,22 +243,22 @@ class _RunBlobs:
     held: OrderedDict[str, Blob] = field(default_factory=OrderedDict)
     """The blobs, the least recently used first."""
     wanted: dict[object, str] = field(default_factory=dict)
-    """The digests that plans wait for or load, by plan."""
+    """Digests that plans wait for or load, keyed by plan."""
     federations: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """The federations whose clients have trained here last."""
+    """Federations whose clients have trained here, latest last."""
     dropped: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """The digests of dropped states, the newest MAX_DROPPED."""
+    """Digests of dropped states, at most the newest MAX_DROPPED."""
 
     def note_federation(self, federation: str) -> None:
-        """Note that a client of a federation trains."""
+        """Note that a client of this federation trains here."""
         self.federations[federation] = None
         self.federations.move_to_end(federation)
         if len(self.federations) > MAX_FEDERATIONS:
             self.federations.popitem(last=False)
 
     def drop_old_states(self, has_room: Callable[[], bool]) -> None:
-        """Drop the least recently used states above the kept number, or above NUM_STATES while
-        there is no room, except for those that plans want."""
+        """Drop the least recently used states that exceed the number to keep, or NUM_STATES while
+        has_room is false; never those that plans want."""
         states = [digest for digest, blob in self.held.items() if blob.purpose is not Purpose.DATA]
         num_kept = NUM_STATES * max(len(self.federations), 1)
         wanted = set(self.wanted.values())
@@ -284,12 +283,12 @@ class ReceivedBlobs:
         worker_id: str = "",
         max_uploads: int = MAX_UPLOADS,
     ) -> None:
-        """Begin without blobs. data_dir: the folder for files of blobs, also of a killed worker of
-        this name; workers on other machines may use it, too. None: all blobs are in memory."""
+        """Begin without blobs. data_dir: folder for blobs in files, which other workers may share;
+        files of a killed worker of this name are removed. None to keep all blobs in memory."""
         self.data_dir = data_dir
         self._prefix = f"received-{worker_id}+"  # no worker id has a plus
         self._folder: OwnFolder | None = None
-        """The folder, made for the first blob that needs it."""
+        """The folder for files; made for the first blob that needs it."""
         if data_dir is not None:
             remove_abandoned(data_dir, self._prefix)
         self._max_memory_bytes = max_memory_bytes
@@ -306,21 +305,21 @@ class ReceivedBlobs:
         return run.held[digest]
 
     def was_dropped(self, run_id: str, digest: str) -> bool:
-        """Return whether a state was here and has been replaced by newer ones."""
+        """Return whether this state was here and was dropped for newer ones."""
         run = self._runs.get(run_id)
         return run is not None and digest in run.dropped
 
     def want(self, run_id: str, digest: str, who: object) -> None:
-        """Keep a blob from its arrival until `release`: parties of a run that train on this worker
-        by turns would otherwise drop each other's states before they are read."""
+        """Keep a blob from its arrival until `release`, since parties of a run that take turns here
+        would otherwise drop each other's states."""
         self._runs.setdefault(run_id, _RunBlobs()).wanted[who] = digest
 
     def note_federation(self, run_id: str, federation: str) -> None:
-        """Note the federation of a client that will now read a state of the run."""
+        """Note that a client of this federation is about to read a state of the run."""
         self._runs.setdefault(run_id, _RunBlobs()).note_federation(federation)
 
     def release(self, run_id: str, who: object) -> None:
-        """Take a `want` back."""
+        """Undo `want`."""
         run = self._runs.get(run_id)
         if run is None or run.wanted.pop(who, None) is None:  # the run was dropped meanwhile
             return
@@ -329,15 +328,15 @@ class ReceivedBlobs:
             del self._runs[run_id]
 
     async def get(self, run_id: str, digest: str) -> Blob:
-        """Wait until the blob has arrived, and return it."""
+        """Wait for a blob and return it."""
         while (blob := self.find(run_id, digest)) is None:
             await self._changed.wait()
         return blob
 
     def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
-        """Open the upload of this blob, new or at its break; the caller resets `is_open`.
+        """Open the upload of a blob, new or interrupted. The caller resets `is_open`.
 
-        An upload that a coordinator of an earlier term has open is dropped, since that one may be
+        An upload opened by a coordinator of an earlier term is dropped, since that one may be
         frozen.
         """
         upload = self._uploads.get((run_id, digest))
@@ -358,12 +357,12 @@ class ReceivedBlobs:
         return upload
 
     def forget(self, run_id: str, upload: BlobUpload) -> None:
-        """Drop an upload, unless it was replaced, so that the next stream begins from the start."""
+        """Drop an upload unless it was replaced already; the next stream begins again."""
         if self._uploads.get((run_id, upload.digest)) is upload:
             self._uploads.pop((run_id, upload.digest)).drop()
 
     def _forget_oldest(self) -> None:
-        """Drop the oldest idle uploads above the limit, as abandoned ones would accumulate."""
+        """Drop the oldest idle uploads above the limit, since abandoned ones would accumulate."""
         idle = [key for key, upload in self._uploads.items() if not upload.is_open]
         for run_id, digest in idle[: max(0, len(self._uploads) - self._max_uploads + 1)]:
             self._uploads.pop((run_id, digest)).drop()
@@ -377,7 +376,7 @@ class ReceivedBlobs:
             )
 
     def commit(self, run_id: str, upload: BlobUpload) -> None:
-        """Turn a complete upload into a blob. Raises StaleError when it has been replaced."""
+        """Turn a complete upload into a blob. Raises StaleError if the upload was dropped."""
         if self._uploads.get((run_id, upload.digest)) is not upload:
             raise StaleError(f"the upload of blob {upload.digest} was dropped")
         blob = upload.finish()
@@ -402,7 +401,7 @@ class ReceivedBlobs:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of the blobs in memory, and of all unfinished uploads."""
+        """Number of bytes of blobs in memory, and of unfinished uploads."""
         used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.held.values())
         return used + sum(upload.manifest.total_bytes for upload in self._uploads.values())
 

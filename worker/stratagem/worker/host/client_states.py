@@ -30,16 +30,16 @@ class ClientStateStore:
     """The states of all clients that train here. Used by the torch thread."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:
-        """Take the folder of the worker, which outlives its process."""
+        """Use this folder, which outlives the process."""
         self._folder, self._worker_id = folder, worker_id
 
     def path(self, run_id: str, client: int, round_num: int) -> Path:
-        """Return the file of a state."""
+        """Return the path of a state's file."""
         folder = self._folder / check_run_id(run_id) / f"client-{client}"
         return folder / f"round-{round_num}{_SUFFIX}"
 
     def load(self, run_id: str, client: int, round_num: int, digest: str) -> dict[str, Tensor]:
-        """Return the tensors of a state. Raises NotFoundError if it is missing or has changed."""
+        """Load a state's tensors. Raises NotFoundError if the file is missing or was changed."""
         try:
             data = self.path(run_id, client, round_num).read_bytes()
         except OSError as error:
@@ -59,8 +59,8 @@ class ClientStateStore:
         tensors: Mapping[str, Tensor],
         kept_rounds: Collection[int] = (),
     ) -> str:
-        """Write a state and drop those of all rounds that are not kept; return its digest once it
-        is durable. Raises InvalidInputError where the disk refuses it."""
+        """Write a state, and delete the client's states of rounds not in `kept_rounds`; return its
+        digest once it is durable. Raises InvalidInputError if the disk fails."""
         path = self.path(run_id, client, round_num)
         own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         # There is only one entry, since the order of several could differ, and equal states must
@@ -94,7 +94,7 @@ class ClientStateStore:
             ) from None
 
     def _make_room(self, folder: Path) -> None:
-        """Delete the least recently written runs before the first state of another one."""
+        """Delete the least recently written runs above the limit, before a new run begins."""
         if folder.exists() or not self._folder.exists():
             return
         runs = sorted(self._folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)

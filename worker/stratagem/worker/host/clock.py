@@ -26,8 +26,8 @@ NO_NUMBER: Final = 0
 
 @cache
 def clock_number() -> int:
-    """Return the number of the clock that `time.perf_counter` reads. On Linux, processes in one
-    boot of one kernel and in one time namespace share it, also across containers."""
+    """Return a number that is equal for processes whose `time.perf_counter` is the same clock. On
+    Linux these are all in one boot and time namespace, also across containers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         namespace = os.readlink("/proc/self/ns/time")
@@ -44,12 +44,12 @@ def clock_number() -> int:
 # (Cristian, 1989). The offset is written on the event loop and read in the torch thread.
 
 NUM_KEPT: Final = 16
-"""The number of remembered calls; older ones would miss a drift of the clocks."""
+"""Number of remembered readings; with older ones, a drift of the clocks would go unnoticed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """The seconds to add to this machine's time, and the largest error."""
+    """Seconds to add to this machine's time to get the coordinator's, and the error bound."""
 
     seconds: float = 0.0
     error_s: float = float("inf")
@@ -61,10 +61,11 @@ class CoordinatorClock:
 
     _readings: deque[Offset] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
     offset: Offset = Offset()
-    """The best estimate; 0 before any reading."""
+    """The best estimate; 0 before the first reading."""
 
     def note(self, sent_s: float, received_s: float, coordinator_s: float) -> None:
-        """Add a reading: our times of sending and receiving a call, and the time in its answer."""
+        """Add a reading: the local times of sending a call and receiving its answer, and the
+        coordinator's time in the answer."""
         middle_s = (sent_s + received_s) / 2
         self._readings.append(Offset(coordinator_s - middle_s, (received_s - sent_s) / 2))
         self.offset = min(self._readings, key=lambda reading: reading.error_s)
@@ -91,7 +92,7 @@ Job = Callable[[], None]
 
 
 class TorchThread:
-    """A thread that runs jobs first in, first out, with a fixed number of torch threads."""
+    """A thread that runs jobs in order, with a fixed number of torch threads."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -105,32 +106,32 @@ class TorchThread:
         self._thread.start()
 
     def submit(self, job: Job, owner: object = None) -> None:
-        """Run the job after all earlier ones. owner: that of the job, for observers."""
+        """Queue a job. owner: shown to observers while the job runs."""
         self._jobs.put((job, owner))
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a job runs now."""
+        """True if a job is running."""
         return self._present is not None
 
     @property
     def owner(self) -> object:
-        """Return the owner of the running job; None where there is none."""
+        """The owner of the running job; None if there is none."""
         present = self._present
         return None if present is None else present[1]
 
     @property
     def ident(self) -> int:
-        """Return the number of the thread among Python's; 0 before it has started."""
+        """Python's identifier of the thread; 0 before it has started."""
         return self._thread.ident or 0
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of jobs that wait for the running one."""
+        """Number of jobs that wait for the running one."""
         return self._jobs.qsize()
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the jobs submitted so far; return False when they did not end in time."""
+        """End the thread after all queued jobs; return False if they do not end in time."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -33,11 +33,11 @@ log = structlog.get_logger(__name__)
 MAX_LINES: Final = 10
 MAX_LINE_CHARS: Final = 300
 MAX_FRAMES: Final = 4
-"""The number of stack frames of a fault that are reported."""
+"""Maximum number of stack frames that are reported for a fatal signal."""
 _NOT_THE_USERS: Final = ("/site-packages/", "/lib/python", "/stratagem/worker/")
-"""Parts of paths that mark code as not the job's own."""
+"""Parts of paths that show that code is not the job's."""
 _HEAD: Final = struct.Struct("<8sqqII")
-"""The magic number, step, bytes printed so far, stopped or not, length of the text."""
+"""Header: magic number, step, bytes printed so far, whether it was stopped, length of the text."""
 _MAGIC: Final = b"lastwrd1"
 _STEP, _PRINTED, _STOPPED, _LENGTH = 8, 16, 24, 28
 _TEXT: Final = 64
@@ -55,7 +55,7 @@ _FAULTS: Final = {
 
 
 class LastWords:
-    """The exit record of this process, and that of the previous one (`previous`).
+    """The exit record of this process, and the one of the previous process (`previous`).
 
     Without a folder there is neither.
     """
@@ -63,7 +63,7 @@ class LastWords:
     def __init__(
         self, folder: Path | None, name: str, incarnation: str, supervisor: str = ""
     ) -> None:
-        """Read the previous record. supervisor: see WorkerSettings.previous_exit."""
+        """Read the previous process's record. supervisor: see WorkerSettings.previous_exit."""
         self.previous = pb.PreviousExit()
         self._map: mmap.mmap | None = None
         self._run_id = ""
@@ -94,20 +94,20 @@ class LastWords:
         self._say({"incarnation": self._incarnation, "pid": os.getpid()})
 
     def explain_faults(self) -> None:
-        """Let fatal signals of this process be explained to the next one."""
+        """Write an explanation of fatal signals to the record, by faulthandler."""
         if self._map is not None:
             self._fault_file = create_private(self._own_faults)
             faulthandler.enable(self._fault_file, all_threads=False)
 
     def registered(self) -> None:
-        """Replace the previous process's record, which the coordinator has now seen."""
+        """Replace the previous process's record, after the coordinator has received it."""
         if self._file is not None and self._faults is not None:
             for own, file in ((self._own, self._file), (self._own_faults, self._faults)):
                 with suppress(OSError):  # done before, removed, or a folder without write access
                     own.replace(file)
 
     def stopped(self) -> None:
-        """Record that this process was asked to end, so that its end is no fault of its work."""
+        """Record that this process was asked to end, so that its work is not blamed."""
         if self._map is not None:
             struct.pack_into("<I", self._map, _STOPPED, 1)
 
@@ -115,7 +115,7 @@ class LastWords:
 
     @contextmanager
     def at(self, run_id: str, party: str) -> Iterator[None]:
-        """Record that the plan of this session is executed inside the `with`."""
+        """Context manager inside which the record names this plan as running."""
         if self._map is None:
             yield
             return
@@ -131,12 +131,12 @@ class LastWords:
             self._say(who)
 
     def step(self, number: int) -> None:
-        """Record the number of applied steps (for a client: begun ones)."""
+        """Record the number of applied steps (of a client: of begun steps)."""
         if self._map is not None:
             struct.pack_into("<q", self._map, _STEP, number)
 
     def line(self, text: str) -> None:
-        """Record a line that the job's code has printed."""
+        """Record a line printed by the job's code."""
         if self._map is None:
             return
         data = text[:MAX_LINE_CHARS].encode(errors="replace") + b"\n"
@@ -160,7 +160,7 @@ class LastWords:
 
 
 def _read(file: Path, faults: Path, supervisor: str) -> pb.PreviousExit:
-    """Read the record of the previous process; it is empty without an incarnation."""
+    """Read the record of the previous process; empty if there is none."""
     try:
         data = file.read_bytes()
         magic, step, printed, stopped, length = _HEAD.unpack_from(data)
@@ -193,12 +193,12 @@ def _lines(ring: bytes, printed: int) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Return a line without characters that could move a terminal's cursor."""
+    """Return a line without control characters, which could manipulate a terminal."""
     return "".join(c if c.isprintable() else " " for c in text)[:MAX_LINE_CHARS]
 
 
 def _add_status(told: pb.PreviousExit, pid: object, supervisor: str) -> None:
-    """Add the supervisor's "[PID:]STATUS" or "[PID:]stopped", if it is about that process."""
+    """Add the supervisor's "[PID:]STATUS" or "[PID:]stopped" if it is about the same process."""
     of, _, status = supervisor.rpartition(":")
     if not status or (of and of != str(pid)):
         return
@@ -210,7 +210,7 @@ def _add_status(told: pb.PreviousExit, pid: object, supervisor: str) -> None:
 
 
 def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
-    """Add the signal, and its place in the job's code, from the output of faulthandler."""
+    """Add the signal, and the line of the job's code, from faulthandler's output."""
     try:
         lines = faults.read_text(errors="replace").splitlines()
     except OSError:
@@ -228,7 +228,7 @@ def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
 
 
 def _shown_frames(frames: list[str]) -> list[str]:
-    """Return a few frames, innermost first; if the user's frame is not among them, it comes first.
+    """Return a few frames, innermost first, including the innermost one of the user's code.
 
     The user's frame is the first one in no installed package and in no library of Python.
     """
@@ -242,7 +242,7 @@ def _shown_frames(frames: list[str]) -> list[str]:
 
 
 def check_previous_exit(value: str) -> str:
-    """Raise ValueError for a text that no supervisor reports."""
+    """Raise ValueError for a malformed text of a supervisor."""
     _, _, status = value.rpartition(":")
     if value and status != "stopped":
         try:
@@ -282,16 +282,16 @@ HINT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceFault:
-    """The reason why the device is lost to this process."""
+    """The reason why this process cannot use its device any more."""
 
     reason: str
     """The driver's message."""
     is_the_jobs: bool
-    """True where the job would cause it anywhere."""
+    """True if the job would cause the fault on any device."""
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return the fault that this error, or one that led to it, reports, if any."""
+    """Return the device fault behind this error or its causes; None if there is none."""
     for behind in led_to(error):
         if isinstance(behind, torch.AcceleratorError):
             reason = str(behind).partition("\n")[0]
@@ -302,8 +302,8 @@ def device_fault(error: BaseException) -> DeviceFault | None:
 
 
 def told_fault(error: BaseException, fault: DeviceFault, activity: str) -> UserCodeError:
-    """Return the error for a job whose numbers have caused the fault. Another call than the one
-    that raised it may have failed, since a device works behind its host."""
+    """Return an error that blames the job for a device fault. The failing call may come later than
+    the cause, since devices work asynchronously."""
     trace = error.traceback if isinstance(error, UserCodeError) else ""
     named = f"{fault.reason}. {HINT}"
     return UserCodeError("torch.AcceleratorError", named, trace, activity=activity)
@@ -315,10 +315,10 @@ class DeviceHealth:
 
     fault: DeviceFault | None = None
     on_lost: Callable[[DeviceFault], None] = field(default=lambda _: None)
-    """Called once, in the torch thread."""
+    """Called once with the fault, in the torch thread."""
 
     def lose(self, fault: DeviceFault) -> None:
-        """Note that the device is lost; later faults are consequences of the first."""
+        """Note that the device is lost; later faults are ignored as consequences."""
         if self.fault is None:
             self.fault = fault
             self.on_lost(fault)

@@ -16,17 +16,17 @@ from typing import Final, NamedTuple
 # The rules are pure functions.
 
 USUAL: Final = 2.0
-"""A stay is long if it exceeds this multiple of the longest earlier one."""
+"""A stay is long if it exceeds the longest earlier one by this factor."""
 AGAIN: Final = 1.5
-"""A stall is reported again when it has lasted this multiple of the last reported time."""
+"""A stall is reported again when its duration has grown by this factor."""
 LATE: Final = 10.0
-"""A pause between two looks counts as at most this multiple of its planned length."""
+"""A pause between two checks counts as at most this multiple of its planned length."""
 MAX_NAMED: Final = 3
-"""The largest number of members that are named."""
+"""Maximum number of members named in a report."""
 
 _OURS: Final = "stratagem.worker."
 _WAITING: Final = ("exchange.", "mesh.", "party.", "session.control", "pipeline.store")
-"""The modules in which the torch thread stays only to wait for others."""
+"""Modules in which the torch thread only waits for other members."""
 _AWAITED: Final = (
     ("party.state", "the state of {others}"),
     ("party.", "{others} to join"),
@@ -42,19 +42,21 @@ _INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """The limits of stays. report_s: the time after which a stay is reported. grace_s: the time
-    that a stay of an ended plan may last while others wait for the thread. compile_s: added to that
-    where a single stay may be long."""
+    """Time limits for stalls.
+
+    report_s: after this time a stay is reported. grace_s: how long the torch thread may stay in an
+    ended plan while others wait for it. compile_s: added where a single stay may be long.
+    """
 
     report_s: float = 60.0
     grace_s: float = 30.0
     compile_s: float = 900.0
 
     def patience_s(self, *, is_run_over: bool, has_stepped: bool, is_compiling: bool) -> float:
-        """Return the time that an unneeded stay may last while others wait.
+        """Return how long a thread may stay in unneeded work while others wait for it.
 
-        A run that continues would return to the replacing process and be late there again, so its
-        first step here, of unknown duration, gets more time. A run that is over does not return.
+        An unfinished run would come back after a restart of the process and be slow there again, so
+        its first step here, of unknown duration, gets more time. A finished run does not come back.
         """
         is_first = not (is_run_over or has_stepped)
         return self.grace_s + (self.compile_s if is_first or is_compiling else 0.0)
@@ -62,7 +64,7 @@ class StallLimits:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStay:
-    """The stay of a thread at one activity, as seen by repeated looks."""
+    """The stay of a thread at one activity, as observed from outside."""
 
     num_moves: int
     since_s: float
@@ -70,25 +72,25 @@ class ThreadStay:
     """The longest ended stay of the same run."""
 
     def seen(self, num_moves: int, now_s: float) -> "ThreadStay":
-        """Return the stay after a look at the thread."""
+        """Return the stay updated by an observation: number of activity changes, and the time."""
         if num_moves == self.num_moves:
             return self
         longest_s = max(self.longest_s, now_s - self.since_s)
         return replace(self, num_moves=num_moves, since_s=now_s, longest_s=longest_s)
 
     def is_long(self, now_s: float, limit_s: float) -> bool:
-        """Return whether the stay must be reported: it is longer than the limit and than usual."""
+        """Return whether to report the stay: it exceeds the limit and is longer than usual."""
         return now_s - self.since_s >= max(limit_s, USUAL * self.longest_s)
 
     def is_hopeless(self, now_s: float, patience_s: float, *, wanted_s: float) -> bool:
-        """Return whether only the end of the process can free the thread: others have waited for it
-        since wanted_s, and since then it has not moved for longer than the limit and than usual."""
+        """Return whether only the end of the process can free the thread: others have waited since
+        wanted_s, and since then it has not moved for longer than patience_s and than usual."""
         waited_s = now_s - max(wanted_s, self.since_s)
         return waited_s >= max(patience_s, USUAL * self.longest_s)
 
 
 class StackFrame(NamedTuple):
-    """A frame of a Python thread."""
+    """A frame of a Python thread's stack."""
 
     module: str
     file: str
@@ -97,25 +99,24 @@ class StackFrame(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Return the frame in words."""
+        """File, line and function, for people."""
         return f"{self.file.rpartition('/')[2]}, line {self.line}, in {self.function}"
 
 
 @dataclass(frozen=True, slots=True)
 class StallCause:
-    """The cause of a stall, as a stack shows it."""
+    """The cause of a stall as shown by a stack."""
 
     place: str = ""
-    """The innermost line of the user's code, or that of a library."""
+    """The innermost line of the user's code, else of a library."""
     awaits: str = ""
-    """The process that it waits for; empty: none."""
+    """The process that the thread waits for; "" if it waits for none."""
 
 
 def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
-    """Return the cause that a stack, innermost frame first, shows. others: the other members of the
-    party.
+    """Return the cause of a stall shown by a stack. others: the other members of the party.
 
-    The innermost frame of the user or of this project decides, as libraries work for either.
+    The innermost frame of the user's code or of Stratagem decides, since libraries serve both.
     """
     told = [frame for frame in stack if _is_ours(frame) or _is_users(frame)]
     if told and _is_users(told[0]):
@@ -133,18 +134,17 @@ def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
 
 
 def is_compiling(stack: Sequence[StackFrame]) -> bool:
-    """Return whether torch compiles code in this stack, rather than run compiled code."""
+    """Return whether the stack shows torch compiling code."""
     return any(frame.module.startswith(_COMPILERS) for frame in stack)
 
 
 def counted_s(seconds: float, pause_s: float) -> float:
-    """Return the part of the time between two looks that counts, since the process may have been
-    suspended."""
+    """Return the seconds between two checks that count; less if the process was suspended."""
     return min(seconds, LATE * pause_s)
 
 
 def is_due_again(seconds: float, told_s: float) -> bool:
-    """Return whether a stall that was reported after told_s is reported again."""
+    """Return whether to report a stall again. told_s: its duration at the last report."""
     return seconds >= AGAIN * told_s
 
 
@@ -173,7 +173,7 @@ def _nothing() -> None: ...
 
 
 class Activity:
-    """The activity of a thread, written only by that thread."""
+    """The present activity of a thread, written only by that thread."""
 
     __slots__ = ("check", "num_moves", "text")
 
@@ -181,9 +181,9 @@ class Activity:
         self.text = ""
         """The activity, as in errors ("training step 12"); empty outside of the user's code."""
         self.num_moves = 0
-        """The number of changes of the activity."""
+        """Number of changes of activity; a rising number shows progress."""
         self.check: Callable[[], None] = _nothing
-        """Raises once the thread's work is not needed; called between parts of a step."""
+        """Called between parts of a step; raises if the thread's work is not needed any more."""
 
 
 class _PerThread(threading.local):
@@ -192,17 +192,17 @@ class _PerThread(threading.local):
 
 
 per_thread: Final = _PerThread()
-"""The activity of the calling thread; a watched thread sets an object that others read."""
+"""The activity of the calling thread, which watchers read from other threads."""
 
 
 def moved() -> None:
-    """Note progress of the calling thread in long work."""
+    """Record progress of the calling thread during long work."""
     per_thread.activity.num_moves += 1
 
 
 @contextmanager
 def checking(check: Callable[[], None]) -> Iterator[None]:
-    """Let `check` end the parts of a step in the calling thread by raising."""
+    """Context manager inside which `check` is called between parts of a step, and may raise."""
     here = per_thread.activity
     outer, here.check = here.check, check
     try:

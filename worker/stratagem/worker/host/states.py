@@ -47,15 +47,15 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class DirectStates:
-    """The folder of states as this worker sees it. Used on the event loop."""
+    """Reads states from the coordinator's folder. Used on the event loop."""
 
     folder: StateFolder
     limits: Limits
     _reads: dict[tuple[str, str], asyncio.Task[bool]] = field(default_factory=dict)
 
     async def read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
-        """Read a state into the blobs of a run; False where it must come another way. Concurrent
-        callers for the same one share the reading."""
+        """Read a state into a run's blobs; return False if it must come another way. Concurrent
+        callers for the same state share one reading."""
         key = (run_id, digest)
         task = self._reads.get(key)
         if task is None:
@@ -89,7 +89,7 @@ class DirectStates:
 def _fresh_upload(
     blobs: ReceivedBlobs, run_id: str, digest: str, listed: LeafList, term: int
 ) -> BlobUpload:
-    """Begin a blob anew, without what a stream has left of it."""
+    """Begin a blob again, without what an interrupted stream has stored."""
     upload = blobs.open_upload(run_id, digest, listed.manifest, term)
     if upload.writer.received:
         blobs.forget(run_id, upload)
@@ -104,19 +104,19 @@ def _fresh_upload(
 # on the event loop.
 
 MAX_ASKED: Final = 64
-"""The number of leaves in one message, whose URLs have at most half a megabyte."""
+"""Maximum number of leaves per message; their URLs then take at most half a megabyte."""
 
 R = TypeVar("R", pb.WriteLeavesResponse, pb.FetchStateResponse)
 
 
 class SignedStream(Generic[R]):
-    """The two directions of one call."""
+    """Both directions of a call in which the worker asks for signed URLs."""
 
     def __init__(
         self, requests: AsyncIterator[Any], make: Callable[..., R], idle_timeout_s: float
     ) -> None:
-        """Begin. requests: those of the call, after its header. idle_timeout_s: the longest wait
-        for a URL."""
+        """Begin. requests: of the call, after the header. idle_timeout_s: how long to wait for a
+        URL."""
         self._requests, self._idle_timeout_s = requests, idle_timeout_s
         self._make: Callable[..., R] = make
         self._waiting: dict[int, asyncio.Future[str]] = {}
@@ -126,12 +126,12 @@ class SignedStream(Generic[R]):
         self._is_over = False
 
     def say(self, response: R) -> None:
-        """Send a response, after the earlier ones."""
+        """Queue a response."""
         self._said.append(response)
         self._changed.set()
 
     async def url(self, number: int, digest: bytes = b"") -> str:
-        """Ask for the signed request of a leaf; return its URL. Raises UnavailableError."""
+        """Ask for a signed URL for a leaf and return it. Raises UnavailableError."""
         if self._is_over:
             raise UnavailableError("the coordinator signs nothing more")
         self._asked.append(pb.AskedLeaf(number=number, digest=digest))
@@ -148,7 +148,7 @@ class SignedStream(Generic[R]):
             self._waiting.pop(number, None)
 
     async def responses(self, work: Coroutine[Any, Any, None]) -> AsyncGenerator[R, None]:
-        """Yield responses and requests for URLs while the work is done; raise its error."""
+        """Yield responses and requests for URLs until the work is done; raise its error."""
         reading, working = asyncio.create_task(self._read()), asyncio.create_task(work)
         for task in (reading, working):
             task.add_done_callback(lambda _: self._changed.set())
@@ -199,7 +199,7 @@ class SignedStream(Generic[R]):
 # The coordinator sends the list of a state and signs the requests; the bytes come from the store.
 
 NUM_AHEAD: Final = 4
-"""The number of leaves in memory, including those in transfer."""
+"""Number of leaves in memory or in transfer at once."""
 NUM_ATTEMPTS: Final = 3
 _NUM_PIECES: Final = 256
 """The number of small tensors that are stored at once."""
@@ -211,7 +211,7 @@ async def received_list(
     limits: Limits,
     idle_timeout_s: float,
 ) -> LeafList:
-    """Return the list that follows the header. Raises IntegrityError if its digest is another."""
+    """Return the list of leaves after the header. Raises IntegrityError for a wrong digest."""
     most = len(MAGIC) + MAX_HEADER_BYTES
     most += 32 * (limits.max_total_bytes // LEAF_BYTES + limits.max_tensors + 1)
     if header.list_bytes > most:
@@ -237,7 +237,7 @@ async def fetch_state(
     header: pb.FetchStateHeader,
     listed: LeafList,
 ) -> None:
-    """Read a state into the blobs of a run, and report its arrival."""
+    """Fetch a state into a run's blobs, and report its arrival."""
     run_id, digest, term = header.run_id, header.digest, header.fence.term
     upload = _fresh_upload(blobs, run_id, digest, listed, term)
     try:
@@ -252,7 +252,7 @@ async def fetch_state(
 
 
 class _Fetched:
-    """The leaves of one state, in transfer and in memory."""
+    """The leaves of one state in transfer and in memory."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Operators on flat float32 vectors for which torch has no fused one.
+"""Operators on flat float32 vectors for which torch has no fused kernel.
 
 CUDA tensors go to Triton programs, all others to the torch reference; both give the same bits.
 Formulas are in docs/explanation/kernels.md.

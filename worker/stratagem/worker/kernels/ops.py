@@ -17,7 +17,7 @@ from torch import Tensor
 from stratagem.worker.kernels import torch as torch_kernels
 
 MAX_SKETCH_SIZE: Final = 1 << 30
-"""The limit of a sketch, since places are signed 32-bit numbers."""
+"""Maximum size of a sketch, since positions are signed 32-bit numbers."""
 
 
 class Backend(Protocol):
@@ -43,9 +43,11 @@ def _has_triton() -> bool:
 
 
 def runs_programs(device: torch.device) -> bool:
-    """Return whether tensors of this device go to the Triton programs: those of a CUDA device
-    where triton can be imported, and of the CPU under triton's interpreter (its
-    TRITON_INTERPRET=1)."""
+    """Return whether tensors on this device are processed by Triton programs.
+
+    That is so on CUDA devices if triton can be imported, and on the CPU under triton's interpreter
+    (TRITON_INTERPRET=1).
+    """
     is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return (device.type == "cuda" or is_interpreted) and _has_triton()
 
@@ -202,7 +204,7 @@ def _seed(seed: int) -> int:
 
 
 def _rounded(value: float) -> float:
-    """Return the value rounded to float32, the type of all operators."""
+    """Round a value to float32, the type of all operators."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 SIGN_SALT: Final = 0x9E3779B9
 CHUNK: Final = 1 << 15
-"""The number of elements hashed at once, so that intermediate results stay in the cache."""
+"""Number of elements hashed at once, so that intermediate results fit into the cache."""
 
 
 def signs(seed: int, numel: int, device: torch.device) -> Tensor:
@@ -25,7 +25,7 @@ def _signs(seed: int, indices: Tensor) -> Tensor:
 
 
 def _words(seed: int, indices: Tensor) -> Tensor:
-    """Return hash32 as int32 with the same bits."""
+    """Return hash32 of the seed and each index, as int32 with the same bits."""
     return _lowbias32(_lowbias32(indices.to(torch.int32)).bitwise_xor_(signed(seed)))
 
 
@@ -62,8 +62,8 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Return the sum over the tree, 0 with 1, 2 with 3, ..., until one is left; 0 for no elements:
-    [n] -> ()."""
+    """Return the sum over the binary tree of neighbours, 0 with 1, 2 with 3, ...; 0 for no
+    elements: [n] -> ()."""
     while x.numel() > 1:
         if x.numel() % 2:
             x = torch.nn.functional.pad(x, (0, 1))
@@ -123,7 +123,8 @@ def unsketch(sketch: Tensor, numel: int, seed: int, scale: float) -> Tensor:
 
 
 def _projection(block: int, size: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the source and the sign of each place j of a block: int64 [size], float32 [size]."""
+    """Return for each position j of a block's sketch its source position and sign: int64 [size],
+    float32 [size]."""
     words = _words(seed, torch.tensor([2 * block, 2 * block + 1])).to(torch.int64) & 0xFFFFFFFF
     factor, shift = words.tolist()
     j = torch.arange(size, device=device)

@@ -18,7 +18,7 @@ from stratagem.worker.kernels.torch import signed
 
 BLOCK: Final = 1024
 NUM_LEVELS: Final = 5
-"""The levels of a tree of sums in one launch: those without a second barrier."""
+"""Number of levels of a tree of sums per launch: those that need no second barrier."""
 
 
 def signs(seed: int, numel: int, device: torch.device) -> Tensor:
@@ -114,7 +114,7 @@ def _sums(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _launch(program: Any, numel: int, *args: Any, **constants: Any) -> None:
-    """Launch as _launch_over does, for programs whose last argument is the number of elements."""
+    """Launch a program whose last argument is the number of elements."""
     _launch_over(program, numel, *args, numel, **constants)
 
 
@@ -162,7 +162,7 @@ def _elements(BLOCK: tl.constexpr):
 
 @triton.jit
 def _sign(seed, i):
-    """Return +1 where the hash is even, else -1."""
+    """Return +1 if the hash is even, else -1."""
     return 1.0 - 2.0 * (_hash32(seed, i) & 1).to(tl.float32)
 
 
@@ -215,7 +215,7 @@ def unpack_program(codes, target, scale, n, ADDS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _store_sums(x, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
-    """Store some levels of the tree of neighbours; sums is [ceil(n / 2^NUM_LEVELS)] float64."""
+    """Store some levels of the tree of neighbours. sums: [ceil(n / 2^NUM_LEVELS)] float64."""
     for level in tl.static_range(NUM_LEVELS):
         left, right = tl.split(tl.reshape(x, [BLOCK >> (level + 1), 2]))
         x = left + right

@@ -1,4 +1,4 @@
-"""Engines that carry tensors between the members of a party.
+"""Engines (shm, nccl, gloo, grpc) that carry tensors between the members of a party.
 
 The callers decide the meaning of the tensors, the order of additions, and the members of the party.
 """

@@ -40,9 +40,9 @@ PREFERENCE: Final = ("shm", "nccl", "gloo", "grpc")
 
 @dataclass(frozen=True, slots=True)
 class EngineOffer:
-    """One member's readiness for one engine.
+    """A member's offer to use one engine.
 
-    place: the host for shm, the device for nccl, else empty. address: in the form of the engine.
+    place: the host for shm, the device for nccl, else empty. address: in the engine's form.
     """
 
     place: str
@@ -50,14 +50,14 @@ class EngineOffer:
 
 
 Offer = Mapping[str, EngineOffer]
-"""One member's offers by engine."""
+"""One member's offers, keyed by engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
     engine: str
     reason: str
-    """The reason against better ones; empty when it is the best that any member offers."""
+    """The reason why no better engine was chosen; empty if this is the best."""
 
 
 def encode(offer: Offer) -> bytes:
@@ -70,7 +70,7 @@ def encode(offer: Offer) -> bytes:
 
 
 def decode(words: bytes, rank: int) -> dict[str, EngineOffer]:
-    """Return the offer that `encode` wrote. Raises ExchangeError for other bytes."""
+    """Decode an offer. Raises ExchangeError for invalid bytes."""
     try:
         return {
             name: EngineOffer(str(place), base64.b64decode(address, validate=True))
@@ -83,7 +83,7 @@ def decode(words: bytes, rank: int) -> dict[str, EngineOffer]:
 def choose(offers: Sequence[Offer]) -> EngineChoice:
     """Return the first engine of PREFERENCE that all can use. offers: by rank.
 
-    Raises InvalidInputError where there is none, since another rendezvous would change nothing.
+    Raises InvalidInputError if there is none, since another rendezvous would not help.
     """
     reasons: list[str] = []
     for name in PREFERENCE:
@@ -102,7 +102,7 @@ def choose(offers: Sequence[Offer]) -> EngineChoice:
 
 
 def _objection(name: str, offers: Sequence[Offer]) -> str | None:
-    """Return the reason why the members cannot use this engine together; None where they can."""
+    """Return the reason why the members cannot use this engine together; None if they can."""
     for rank, offer in enumerate(offers):
         if name not in offer:
             return f"member {rank} does not offer it"
@@ -123,17 +123,16 @@ def _objection(name: str, offers: Sequence[Offer]) -> str | None:
 
 AUTO: Final = "auto"
 MAX_SHARING_FAILURES: Final = 2
-"""The number of consecutive failures, since a member that has just died looks like one that cannot
-be reached."""
+"""Number of consecutive failures before shm is given up: a dead member looks unreachable, too."""
 
 log = structlog.get_logger(__name__)
 
 
 class MeshOffer:
-    """The engines that one process offers to its parties. Used by the torch thread."""
+    """The engines that this process offers to its parties. Used by the torch thread."""
 
     def __init__(self, wish: str, device: torch.device) -> None:
-        """Begin without failures. wish: AUTO, or the one engine that the operator has set."""
+        """Begin without failures. wish: AUTO, or the one engine that the operator requires."""
         if wish != AUTO:
             self._engines: tuple[str, ...] = (wish,)
         elif device.type == "cuda":
@@ -144,15 +143,15 @@ class MeshOffer:
         self._num_failures = 0
 
     def engines(self, among: Sequence[str]) -> tuple[str, ...]:
-        """Return the offered engines among those that the caller can use."""
+        """Return those of these engines that this process offers."""
         return tuple(name for name in self._engines if name in among)
 
     def sharing_works(self) -> None:
         self._num_failures = 0
 
     def sharing_fails(self, error: UnshareableError) -> None:
-        """Count a failure; after several consecutive ones the next best engine is offered instead,
-        if there is one."""
+        """Count a failure of shared memory; after several in a row it is no longer offered, if
+        there is another engine."""
         self._num_failures += 1
         if self._num_failures >= MAX_SHARING_FAILURES and self._engines != ("shm",):
             log.warning("no shared memory between workers from now on", reason=str(error))
@@ -170,7 +169,7 @@ class MemberAddress:
 
 
 class _Elsewhere(Exception):
-    """A different engine than the one being formed was chosen."""
+    """Raised if another engine was chosen than the one being formed."""
 
     def __init__(self, engine: str, addresses: list[bytes]) -> None:
         self.engine, self.addresses = engine, addresses
@@ -180,8 +179,8 @@ class _Elsewhere(Exception):
 def form_agreed(
     place: MemberAddress, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
 ) -> Link | SharedGroup:
-    """Form the link for tensors, and block until all members are connected. Raises ExchangeError,
-    and the errors of rendezvous."""
+    """Form the link for tensors by the engine chosen in the rendezvous; block until all members are
+    connected. Raises ExchangeError, and the errors of rendezvous."""
     with ExitStack() as opened:
         forming = _Forming(place, engines, rendezvous, timeout_s, opened)
         if "gloo" not in engines:
@@ -196,15 +195,14 @@ def form_agreed(
 def form_messages(
     place: MemberAddress, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
 ) -> MessageLink:
-    """Form the link for messages as `form_agreed` forms that for tensors, with the engine "shm" or
-    "grpc"."""
+    """Form a link for messages, by shm or grpc, in the same way as `form_agreed`."""
     with ExitStack() as opened:
         forming = _Forming(place, engines, rendezvous, timeout_s, opened)
         return forming.connect_messages(*forming.agree())
 
 
 class _Forming:
-    """The engines that were opened for one membership."""
+    """The engines opened for one membership, of which one is chosen."""
 
     def __init__(
         self,
@@ -242,7 +240,7 @@ class _Forming:
                 self._offer[name] = EngineOffer("", place.hub.address.encode())
 
     def agree(self) -> tuple[str, list[bytes]]:
-        """Return the engine that the members have agreed on, and the addresses of all for it."""
+        """Exchange offers by the rendezvous; return the chosen engine and all addresses."""
         answers = self._rendezvous(encode(self._offer))
         offers = [decode(answer, rank) for rank, answer in enumerate(answers)]
         choice: EngineChoice = choose(offers)
@@ -257,7 +255,8 @@ class _Forming:
         return choice.engine, [offer[choice.engine].address for offer in offers]
 
     def agree_on_gloo(self, address: bytes) -> list[bytes]:
-        """Return the gloo addresses of all members. Raises _Elsewhere when gloo was not chosen."""
+        """Exchange offers including gloo; return its addresses. Raises _Elsewhere if another engine
+        was chosen."""
         self._offer["gloo"] = EngineOffer("", address)
         engine, addresses = self.agree()
         if engine != "gloo":
@@ -284,5 +283,5 @@ class _Forming:
 
 
 def _device_identity(device: torch.device) -> str:
-    """Return a name that is the same for two processes only if they use the same device."""
+    """Return a name that two processes share only if they use the same device."""
     return str(torch.cuda.get_device_properties(device).uuid)

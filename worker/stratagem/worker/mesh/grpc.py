@@ -32,13 +32,13 @@ from stratagem.worker.mesh.staging import HostCopy, to_host
 
 LEAVE_TIMEOUT_S: Final = 5.0
 WINDOW_BYTES: Final = 16 * 2**20
-"""The largest number of sent bytes that the receiver has not acknowledged."""
+"""Maximum number of sent bytes that the receiver has not acknowledged."""
 
 
 def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: float) -> GrpcLink:
-    """Join the group, and block until this member has a stream to each other one.
+    """Join the group by gRPC; block until this member has a stream to each other one.
 
-    rendezvous gets the address of this process and returns those of all, by rank; its errors are
+    rendezvous: sends this process's address and returns all addresses, by rank; its errors are
     passed on. Must not be called on the event loop.
     """
     endpoint = hub.join(group)
@@ -53,7 +53,7 @@ def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: flo
 def connect_grpc(
     hub: PeerHub, endpoint: Endpoint, answers: Sequence[bytes], timeout_s: float
 ) -> GrpcLink:
-    """Return the link of an endpoint that was joined before the rendezvous. answers: by rank."""
+    """Return the link of an endpoint that was opened before the rendezvous. answers: by rank."""
     try:
         if len(answers) != endpoint.group.size:
             raise ExchangeError(
@@ -68,7 +68,7 @@ def connect_grpc(
 
 
 def leave_grpc(hub: PeerHub, endpoint: Endpoint) -> None:
-    """Accept no more streams for a link that is not formed after all."""
+    """Close an endpoint whose link is not formed after all."""
     hub.end(endpoint, "the link was not formed", cut=True)
     hub.leave(endpoint)
 
@@ -76,7 +76,7 @@ def leave_grpc(hub: PeerHub, endpoint: Endpoint) -> None:
 async def _connected(
     hub: PeerHub, endpoint: Endpoint, addresses: list[str], timeout_s: float
 ) -> GrpcLink:
-    """Return a link that has all its streams. Raises ExchangeError."""
+    """Return the link once all its streams are open. Raises ExchangeError."""
     link = GrpcLink(hub, endpoint, addresses)
     try:
         async with asyncio.timeout(timeout_s):
@@ -91,7 +91,7 @@ async def _connected(
 
 
 class GrpcLink:
-    """A `Link` over one stream to, and one from, each other member. Made on the event loop."""
+    """A `Link` with one gRPC stream to, and one from, each other member. Made on the event loop."""
 
     name = "grpc"
     in_order = False
@@ -109,7 +109,7 @@ class GrpcLink:
         self._task = hub.spawn(self._run())
 
     async def connected(self) -> None:
-        """Return when each other member has answered. Raises ExchangeError."""
+        """Wait until each other member has answered. Raises ExchangeError."""
         await asyncio.gather(*(peer.connected for peer in self._out.values()))
 
     async def _run(self) -> None:
@@ -118,9 +118,12 @@ class GrpcLink:
                 tasks.create_task(self._hold(out))
 
     async def _hold(self, out: _Outbound) -> None:
-        """Keep the stream to one member; some time after its end, cut the link if receives are
-        still open. Without this member no exchange can complete. Messages of the others may still
-        arrive; a receive that stays open may wait for one that waits for the lost member."""
+        """Run the stream to one member; after its end, cut the link unless all receives complete
+        soon.
+
+        Without this member no exchange can complete, but messages of others may still arrive. A
+        receive that stays open may wait for one that waits for the lost member.
+        """
         await out.run()
         box = self._endpoint.box
         await asyncio.sleep(LEAVE_GRACE_S + box.num_open_bytes / LEAVE_BYTES_PER_S)
@@ -135,8 +138,7 @@ class GrpcLink:
         return work
 
     def _copy_of(self, tensor: Tensor) -> HostCopy:
-        """Return the tensor on the host. One copy serves consecutive sends of a tensor to several
-        peers, since it must not be changed during one of them."""
+        """Return the tensor on the host. Consecutive sends of the same tensor share one copy."""
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.tensor is tensor and not latest.is_done:
             return latest.copy
@@ -146,12 +148,12 @@ class GrpcLink:
         return self._endpoint.box.post(Route(peer, 0, tag), tensor)
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Open a step: from now on accept these messages, (source, tag), of it, each once, and no
-        older step's. For messages whose size the receiver does not know."""
+        """Open a step: from now on accept each of these messages, (source, tag), once, and none of
+        older steps. For messages whose size the receiver does not know."""
         self._endpoint.box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
-        """Return the bytes of one message, which are the caller's. Raises ExchangeError."""
+        """Return the bytes of one message, which belong to the caller. Raises ExchangeError."""
         return self._endpoint.box.take(Route(peer, step, tag), timeout_s)
 
     def cut(self) -> None:
@@ -182,13 +184,13 @@ class GrpcTransfer:
         self.is_done = False
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the tensor may be changed. Raises ExchangeError."""
+        """Wait until the tensor may be changed. Raises ExchangeError."""
         self._out.wait(self, timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The address of another member, and the proof of identity for it."""
+    """Another member's address, and the proof of identity for calling it."""
 
     address: str
     proof: Proof
@@ -205,7 +207,7 @@ class _Outbound:
         self.queue: asyncio.Queue[GrpcTransfer | None] = asyncio.Queue()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unanswered: deque[int] = deque()
-        """The sizes of the messages that the receiver has not acknowledged."""
+        """Sizes of the messages that the receiver has not acknowledged."""
         self._num_answered = 0
         self._room = asyncio.Event()
         self._end = ""  # guarded by the box's condition
@@ -220,7 +222,7 @@ class _Outbound:
                 raise ExchangeError(f"send to member {self._peer}: {reason}")
 
     async def run(self) -> None:
-        """Keep the stream until the link ends or the peer is gone; neither raises."""
+        """Run the stream until the link ends or the peer is gone; raises for neither."""
         reason = f"member {self._peer} has ended the stream"
         try:
             async with self._door.open() as channel:

@@ -1,4 +1,4 @@
-"""A link is the interface between the reducer and the engines that carry its bytes.
+"""The interface of links, over which exchanges transfer their bytes.
 
 A link belongs to one membership of a party: it is formed when all members are present and dropped
 when one of them is lost; there is no repair.
@@ -19,25 +19,28 @@ from stratagem.common.base.errors import StratagemError
 
 LEAVE_GRACE_S = 0.5
 LEAVE_BYTES_PER_S = 100e6
-"""The rate that determines the time for transfers to complete after a peer has left."""
+"""Assumed rate for the remaining transfers after a peer has left, to limit the wait for them."""
 
 Rendezvous = Callable[[bytes], list[bytes]]
-"""A function from this member's address to those of all members by rank."""
+"""Exchanges addresses: takes this member's address and returns all members', by rank."""
 
 
 class ExchangeError(StratagemError):
-    """An exchange cannot complete: a peer is lost or silent, or it was cut. Names no culprit."""
+    """Raised if an exchange cannot complete: a peer is lost or silent, or the exchange was cut.
+
+    The error blames no member.
+    """
 
 
 class PendingTransfer(Protocol):
-    """A send or receive in progress, which keeps its tensor alive."""
+    """A send or receive in progress. It keeps its tensor alive."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the tensor was sent or received. Raises ExchangeError."""
 
 
 class Link(Protocol):
-    """Point-to-point transfers of contiguous tensors among `size` members."""
+    """Interface of links: point-to-point transfers of contiguous tensors among `size` members."""
 
     @property
     def rank(self) -> int: ...
@@ -45,11 +48,11 @@ class Link(Protocol):
     def size(self) -> int: ...
     @property
     def name(self) -> str:
-        """Return the engine's name: "gloo", "nccl", "grpc"."""
+        """Name of the engine: "gloo", "nccl", "grpc"."""
 
     @property
     def in_order(self) -> bool:
-        """Return True when two members' transfers are matched by order alone, not by tag."""
+        """True if transfers between two members are matched by order alone, not by tag."""
 
     def send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer: ...
     def recv(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer: ...
@@ -58,25 +61,25 @@ class Link(Protocol):
         """Make every wait fail soon, here and at the peers; from any thread, repeatedly."""
 
     def close(self) -> None:
-        """Free the link. Nothing writes into a received tensor afterwards, provided that the caller
-        has dropped its transfers."""
+        """Free the link. No received tensor is written afterwards, if the caller has dropped its
+        transfers."""
 
 
 class MessageLink(Protocol):
-    """Point-to-point messages whose sizes the receivers do not know, named by step and tag."""
+    """Interface of links for messages by step and tag, of sizes that receivers do not know."""
 
     @property
     def name(self) -> str:
-        """Return the engine's name: "shm", "grpc"."""
+        """Name of the engine: "shm", "grpc"."""
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Open a step: from now on accept these messages, (source, tag), of it, each once, and no
-        older step's."""
+        """Open a step: from now on accept each of these messages, (source, tag), once, and none of
+        older steps."""
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int) -> PendingTransfer: ...
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
-        """Return the bytes of one message, which are the caller's. Raises ExchangeError."""
+        """Return the bytes of one message, which belong to the caller. Raises ExchangeError."""
 
     def cut(self) -> None: ...
     def close(self) -> None: ...
@@ -84,11 +87,10 @@ class MessageLink(Protocol):
 
 @runtime_checkable
 class CollectiveLink(Link, Protocol):
-    """A link whose backend has an all-reduce."""
+    """Interface of links whose backend has an all-reduce."""
 
     def all_reduce(self, tensor: Tensor) -> PendingTransfer:
-        """Add the tensors of all members in place, in the backend's order; all members call it in
-        the same order."""
+        """Sum the tensors of all members in place, in the backend's order; a collective call."""
 
 
 # ---- Forming of a link ----
@@ -99,7 +101,7 @@ class CollectiveLink(Link, Protocol):
 
 
 class Formed(Protocol):
-    """A link, or several."""
+    """The result of forming: a link, or several."""
 
     def cut(self) -> None: ...
     def close(self) -> None: ...
@@ -109,14 +111,15 @@ F = TypeVar("F", bound=Formed)
 
 
 class Forming(Generic[F]):
-    """A link that is being formed."""
+    """A link that is being formed in another thread."""
 
     def __init__(self, form: Callable[[], F]) -> None:
         self._form = form
         self._link: Future[F] = Future()
 
     def link(self) -> F:
-        """Block until the link is formed. Raises errors of forming, or ExchangeError when cut."""
+        """Block until the link is formed; return it. Raises ExchangeError when cut, among
+        others."""
         here = contextvars.copy_context()  # the subjects of this thread's log lines
         threading.Thread(target=here.run, args=(self._run,), name="forming", daemon=True).start()
         try:
@@ -125,7 +128,7 @@ class Forming(Generic[F]):
             raise ExchangeError("cut while the group was being formed") from None
 
     def cut(self) -> None:
-        """End the wait; from any thread, any number of times."""
+        """End the wait for the link; from any thread, any number of times."""
         self._link.cancel()
 
     def _run(self) -> None:

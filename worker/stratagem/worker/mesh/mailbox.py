@@ -1,4 +1,4 @@
-"""Mailboxes, one per membership of a party, in which messages of the other members arrive.
+"""Mailboxes, one per membership of a party, that receive the other members' messages.
 
 A mailbox keeps the early messages, the posted receives, and the members that are gone. Messages of
 gRPC come in on the event loop, receives are posted and awaited in other threads; one condition
@@ -26,7 +26,7 @@ MAX_EARLY_BYTES: Final = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The name of a message inside a mailbox."""
+    """The key of a message inside a mailbox."""
 
     source: int
     step: int
@@ -37,7 +37,7 @@ class Route:
 
 
 class Receive:
-    """A posted receive. `is_done` is guarded by the mailbox."""
+    """A posted receive. `is_done` is guarded by the mailbox's lock."""
 
     __slots__ = ("_box", "_stage", "_tensor", "dtype", "is_done", "route", "size_bytes", "view")
 
@@ -61,7 +61,7 @@ class Receive:
 
 
 class _Message:
-    """A message that is arriving, or has arrived early."""
+    """A message that is arriving, or that has arrived before its receive was posted."""
 
     __slots__ = ("buffer", "is_complete", "receive", "size_bytes", "spec")
 
@@ -73,7 +73,7 @@ class _Message:
 
 
 class Mailbox:
-    """The receiver of all messages of the other members to this one under one membership."""
+    """Receives all messages of other members to this member under one membership."""
 
     def __init__(self, max_early_bytes: int = MAX_EARLY_BYTES) -> None:
         self.changed: Final = threading.Condition()
@@ -81,15 +81,15 @@ class Mailbox:
         # All below is guarded by `changed`.
         self._posted: dict[Route, Receive] = {}
         self._messages: dict[Route, _Message] = {}
-        """The messages that are arriving, or early and complete, but not in their tensor yet."""
+        """Messages that are arriving, or complete but not yet copied to their tensors."""
         self._early_bytes = 0
         self._early: set[Route] = set()
-        """The routes of the messages that count as early."""
+        """Routes of messages that arrived early, before their receives were posted."""
         self._first_step = 0
         self._awaited: set[Route] | None = None
-        """The missing messages of the first step; None while no step is open."""
+        """Messages of the oldest open step that are still missing; None while no step is open."""
         self._present: dict[int, int] = {}
-        """The number of open streams by source."""
+        """Number of open streams per source."""
         self._gone: dict[int, str] = {}
         """The sources from which nothing more will come, with the reasons."""
         self._end = ""
@@ -97,7 +97,7 @@ class Mailbox:
     # ---- Receiving side, from any thread ----
 
     def post(self, route: Route, tensor: Tensor) -> Receive:
-        """Post a receive of a message, which may have arrived already, into a tensor."""
+        """Post a receive of a message into a tensor; the message may have arrived already."""
         receive = Receive(self, route, tensor)
         with self.changed:
             self._refuse_when_over(route.source, route in self._messages)
@@ -116,14 +116,13 @@ class Mailbox:
         return receive
 
     def wait(self, receive: Receive, timeout_s: float) -> None:
-        """Block until the receive is done. Raises ExchangeError when it has become impossible, or
-        is late."""
+        """Block until the receive is done. Raises ExchangeError at the timeout, or if the message
+        cannot come any more."""
         with self.changed:
             self._await(receive.route, lambda: receive.is_done, timeout_s)
 
     def open_step(self, step: int, awaited: Iterable[Route]) -> None:
-        """Open a step: from now on accept these messages of it, each once, and none of an older
-        one.
+        """Open a step: from now on accept each of these messages once, and none of older steps.
 
         They are received with `take`, can have any size, and do not count as early.
         """
@@ -136,19 +135,19 @@ class Mailbox:
                 self._unreserve(route)
 
     def take(self, route: Route, timeout_s: float) -> memoryview:
-        """Block until a message of unknown size is complete; its bytes are the caller's."""
+        """Block until a message of unknown size is complete; return its bytes."""
         with self.changed:
             self._await(route, lambda: self._is_here(route), timeout_s)
             self._unreserve(route)
             return self._messages.pop(route).buffer
 
     def has(self, route: Route) -> bool:
-        """Return whether `take` would not wait: the message is complete, or cannot come."""
+        """Return whether `take` would return at once: the message is complete, or cannot come."""
         with self.changed:
             return self._is_here(route) or bool(self._reason(route))
 
     def end(self, reason: str) -> None:
-        """Make all waits fail, now and later; nothing is written into a tensor afterwards."""
+        """Make all present and later waits fail; no tensor is written afterwards."""
         with self.changed:
             self._end = self._end or reason
             self._posted.clear()
@@ -157,12 +156,12 @@ class Mailbox:
 
     @property
     def reason(self) -> str:
-        """Return the reason of the end; "" before it."""
+        """The reason of the end; "" before it."""
         return self._end
 
     @property
     def num_open_bytes(self) -> int:
-        """Return the number of missing bytes of open receives."""
+        """Number of bytes that are still missing in open receives."""
         with self.changed:
             begun = [m.receive for m in self._messages.values() if m.receive is not None]
             return sum(receive.size_bytes for receive in (*self._posted.values(), *begun))
@@ -170,25 +169,25 @@ class Mailbox:
     # ---- Streams, on the event loop ----
 
     def enter(self, source: int) -> None:
-        """Count a stream of this member as open."""
+        """Note that a stream from this member has opened."""
         with self.changed:
             self._present[source] = self._present.get(source, 0) + 1
 
     def leave(self, source: int, reason: str) -> None:
-        """Count a stream of this member as ended."""
+        """Note that a stream from this member has ended."""
         with self.changed:
             self._present[source] -= 1
         self.lose(source, reason)
 
     def lose(self, source: int, reason: str) -> None:
-        """Declare that nothing more comes from this member, unless it has an open stream."""
+        """Note that nothing more comes from this member, unless it has an open stream."""
         with self.changed:
             if not self._present.get(source):
                 self._gone.setdefault(source, reason)
                 self.changed.notify_all()
 
     def begin(self, route: Route, spec: TensorSpec) -> tuple[ChunkWriter, Callable[[], None]]:
-        """Start a message: return the writer of its chunks, and a function to call at the end."""
+        """Begin a message: return a writer for its chunks, and a function to call at its end."""
         with self.changed:
             message = self._admit(route, spec)
 
@@ -205,7 +204,7 @@ class Mailbox:
         return ChunkWriter(spec.size_bytes, write, purpose=Purpose.MESH), complete
 
     def put(self, route: Route, data: memoryview) -> None:
-        """Store a complete message of bytes, which are copied."""
+        """Store a complete message; its bytes are copied."""
         spec = TensorSpec("data", "uint8", (len(data),), 0, len(data))
         with self.changed:
             message = self._admit(route, spec)
@@ -228,8 +227,8 @@ class Mailbox:
     # ---- Internal; the caller holds `changed` ----
 
     def _await(self, route: Route, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Block until is_done(). Raises ExchangeError when nothing of the route can come any more,
-        or it is late."""
+        """Block until is_done(). Raises ExchangeError at the timeout, or if no message of this
+        route can come any more."""
         self.changed.wait_for(lambda: is_done() or self._reason(route), timeout_s)
         if not is_done():
             reason = self._reason(route) or f"nothing within {timeout_s:g} s"
@@ -245,7 +244,7 @@ class Mailbox:
         self.changed.notify_all()
 
     def _admit(self, route: Route, spec: TensorSpec) -> _Message:
-        """Make room for an acceptable message; refuse any other."""
+        """Make room for a message, or raise if it is not acceptable."""
         if self._end:
             raise UnavailableError(f"the receiver has left the party: {self._end}")
         if route in self._messages:
@@ -262,7 +261,7 @@ class Mailbox:
         return message
 
     def _is_awaited(self, route: Route) -> bool:
-        """Return whether a message belongs to the open step; refuse a stale or repeated one."""
+        """Return whether a message belongs to the open step; raise for a stale or repeated one."""
         if self._awaited is None or route.step > self._first_step:
             return False
         if route.step < self._first_step:
@@ -288,7 +287,7 @@ class Mailbox:
             self._early_bytes -= self._messages[route].size_bytes
 
     def _deliver(self, route: Route, message: _Message) -> None:
-        """Deliver a message when it is complete and its receive is posted."""
+        """Copy a complete message to its tensor, if the receive is posted."""
         receive = message.receive
         if receive is None or not message.is_complete or self._end:
             return

@@ -39,7 +39,7 @@ _LIMITS: Final = Limits(max_tensors=1, max_total_bytes=2**31, max_tensor_bytes=2
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The members of a party under one membership, and this member's rank."""
+    """A party's members under one membership, and this member's rank."""
 
     run_id: str
     party: str
@@ -48,22 +48,22 @@ class Group:
     rank: int
     size: int
     worker_ids: tuple[str, ...] = ()
-    """The accepted workers by rank, from the coordinator; empty without certificates."""
+    """The workers that the coordinator has made members, by rank; empty without certificates."""
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Return a key with the rank, as several members of a party may be in one process."""
+        """A key that includes the rank, since several members of a party may be in one process."""
         return (self.run_id, self.party, self.rank)
 
     def check_sender(self, source: int, caller: Caller) -> None:
-        """Refuse a worker that is not the member that it claims to be."""
+        """Raise unless the calling worker is the member that it claims to be."""
         if not caller.is_one_of(self.worker_ids[source : source + 1]):
             where = f"{self.run_id}/{self.party}".rstrip("/")
             raise PermissionDeniedError(f"{caller.name} is not member {source} of {where}")
 
 
 class Endpoint:
-    """A member as the others see it. `streams` and `was_cut` are used on the event loop."""
+    """A member as others reach it. `streams` and `was_cut` are used on the event loop."""
 
     def __init__(self, group: Group, max_early_bytes: int) -> None:
         self.group = group
@@ -77,25 +77,25 @@ class Endpoint:
 
 
 class PeerHub:
-    """All groups that this process belongs to. Made on the event loop; used from any thread."""
+    """All endpoints of this process. Made on the event loop; used from any thread."""
 
     def __init__(
         self, address: str, proof: Proof = PLAINTEXT, *, max_early_bytes: int = MAX_EARLY_BYTES
     ) -> None:
         self.address = address
-        """The host:port at which the other members reach this process."""
+        """HOST:PORT at which other members reach this process."""
         self.proof = proof
-        """The proof of identity for them."""
+        """The proof of identity for calls to other members."""
         self.loop = asyncio.get_running_loop()
         self._max_early_bytes = max_early_bytes
         self._lock = threading.Lock()
         self._endpoints: dict[tuple[str, str, int], Endpoint] = {}
         self._memberships: OrderedDict[tuple[str, str, int], int] = OrderedDict()
-        """The highest membership joined; the oldest entries are dropped."""
+        """The highest membership joined per member of a party; the oldest entries are dropped."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def join(self, group: Group) -> Endpoint:
-        """Accept messages for this group from now on, and for no older one of the same member."""
+        """Accept streams for this group from now on, and none of the member's older groups."""
         with self._lock:
             newest = self._memberships.get(group.key, 0)
             if group.membership < newest:
@@ -118,7 +118,7 @@ class PeerHub:
                 del self._endpoints[endpoint.group.key]
 
     def find(self, header: peer_pb2.PeerHeader) -> Endpoint:
-        """Return the endpoint of a header; refuse senders that are not of its membership."""
+        """Return the endpoint of a header; raise if the sender is not in its membership."""
         key = (header.run_id, header.party, header.destination)
         with self._lock:
             newest = self._memberships.get(key, 0)
@@ -134,7 +134,7 @@ class PeerHub:
         return endpoint
 
     def end(self, endpoint: Endpoint, reason: str, *, cut: bool) -> None:
-        """End the mailbox at once and the streams into it soon."""
+        """End the mailbox at once, and the streams into it soon."""
         endpoint.box.end(reason)
 
         def end_streams() -> None:
@@ -144,19 +144,19 @@ class PeerHub:
         self.call(end_streams)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Run a function on the event loop, unless that has ended."""
+        """Run a function on the event loop, unless the loop has ended."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that this hub owns; on the event loop."""
+        """Start a task that is stopped with this hub; on the event loop."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def stop(self) -> None:
-        """Cut everything and wait for the streams to end."""
+        """Cut all endpoints and wait for the end of their streams."""
         with self._lock:
             endpoints = list(self._endpoints.values())
         for endpoint in endpoints:
@@ -167,7 +167,7 @@ class PeerHub:
 
 
 def _own_rank(servicer: Any, request: peer_pb2.SendRequest, caller: Caller) -> None:
-    """Check that the first header names a member of the caller's, and the later ones the same."""
+    """Check that all headers name the same member, and that the caller may be that member."""
     if not caller.is_known or request.WhichOneof("message") != "header":
         return
     hello = request.header
@@ -178,7 +178,7 @@ def _own_rank(servicer: Any, request: peer_pb2.SendRequest, caller: Caller) -> N
     peer_pb2.DESCRIPTOR.services_by_name["PeerService"], {Names.OWN_RANK: _own_rank}
 )
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
-    """The service that receives the streams of other members into the mailboxes."""
+    """gRPC service that receives other members' streams into the mailboxes."""
 
     def __init__(self, hub: PeerHub, hello_timeout_s: float = HELLO_TIMEOUT_S) -> None:
         self.hub, self._hello_timeout_s = hub, hello_timeout_s
@@ -208,7 +208,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
 
 class _Inbound:
-    """One stream of another member."""
+    """A stream from another member."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class _Inbound:
         self._guard: asyncio.Timeout | None = None
 
     def interrupt(self) -> None:
-        """Let the wait for the next request end now."""
+        """Stop waiting for the next request."""
         if self._guard is not None and not self._guard.expired():
             self._guard.reschedule(asyncio.get_running_loop().time())
 
@@ -244,7 +244,7 @@ class _Inbound:
         return 1
 
     async def next_header(self) -> peer_pb2.PeerHeader | None:
-        """Return the header of the next message; None when there is none."""
+        """Return the header of the next message; None at the end."""
         request = await self._next()
         if request is None:
             return None
@@ -260,7 +260,7 @@ class _Inbound:
             raise InvalidInputError.at("header.fence.membership", "changed inside a stream")
 
     async def _next(self) -> peer_pb2.SendRequest | None:
-        """Return the next request; None at the end, or when this member closed its link."""
+        """Return the next request; None at the end, or if this member has closed its link."""
         box = self._endpoint.box
         try:
             async with asyncio.timeout(0 if box.reason else None) as self._guard:

@@ -32,11 +32,11 @@ _NO_SEGMENT: Final = b"N"
 
 
 class UnshareableError(ExchangeError):
-    """Members that seemed to be on one host cannot share memory; a retry does not help."""
+    """Raised if members of one host cannot share memory; a retry does not help."""
 
 
 def allocate(size_bytes: int) -> int:
-    """Allocate a segment with its pages, since a lack of memory later would kill the process."""
+    """Allocate a segment completely: a lack of memory later would kill the process."""
     fd = os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, max(1, size_bytes))
@@ -48,7 +48,7 @@ def allocate(size_bytes: int) -> int:
 
 
 def map_segment(fd: int, size_bytes: int, owner: int) -> Tensor:
-    """Map the segment as bytes. Its seals prevent others from truncating it while it is in use."""
+    """Map a segment as bytes. Its seals prevent its owner from truncating it."""
     size_found = os.fstat(fd).st_size
     if size_found != max(1, size_bytes):
         raise ExchangeError(
@@ -98,7 +98,7 @@ _MAX_CALLERS: Final = 128
 
 
 class SharedListener:
-    """The socket by which other members of this host reach this one, before the rendezvous."""
+    """The socket at which other members on this host connect to this one."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_bytes(_SECRET_BYTES)
@@ -116,8 +116,8 @@ class SharedListener:
 
 
 def host_identity() -> str | None:
-    """Return a name that is the same for processes that can reach each other's listeners; None
-    where that is impossible.
+    """Return a name that is equal for processes that can reach each other's listeners; None if
+    there is none.
 
     The boot id alone is not enough: separate containers have it in common.
     """
@@ -169,7 +169,7 @@ def connect(
 
 
 def shut_down(sock: socket.socket) -> None:
-    """End the connection in both directions; its owner still has to close it."""
+    """Shut a connection down in both directions; its owner must still close it."""
     with suppress(OSError):  # the peer was faster
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -191,8 +191,11 @@ def _call(address: bytes, rank: int, peer: int, deadline_s: float) -> socket.soc
 
 
 class _Door:
-    """A listener, and the callers that have not sent the secret yet: a slow member on a busy host
-    does not hold up others. Strangers are refused."""
+    """A listener with the callers that have not sent the secret yet, so that a slow caller does not
+    block others.
+
+    Callers with a wrong secret are refused.
+    """
 
     def __init__(self, listener: SharedListener) -> None:
         self._listener = listener
@@ -201,11 +204,11 @@ class _Door:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """Return the sockets whose input is a reason to call `admit`."""
+        """Return the sockets to poll before calling `admit`."""
         return [self._listener.socket, *self._callers]
 
     def admit(self) -> list[tuple[int, socket.socket]]:
-        """Return the callers that have sent the secret by now, with their ranks. Does not wait."""
+        """Return the callers that have sent the secret, with their ranks, without waiting."""
         with suppress(BlockingIOError):
             caller, _ = self._listener.socket.accept()
             caller.setblocking(False)
@@ -240,8 +243,8 @@ def _await_input(
     missing: int,
     deadline_s: float,
 ) -> None:
-    """Wait until one of the callers has input. Raises ExchangeError when none comes in time or a
-    connected member leaves meanwhile."""
+    """Wait until a caller has input. Raises ExchangeError at the deadline, or if a connected member
+    leaves."""
     poll = select.poll()
     for sock in callers:
         poll.register(sock, select.POLLIN)
@@ -281,12 +284,12 @@ def _receive(sock: socket.socket, num_bytes: int, peer: int, deadline_s: float) 
 def form_shared(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> "SharedGroup":
-    """Form the group of all members, with the errors of `connect`."""
+    """Connect all members as a group, with the errors of `connect`."""
     return SharedGroup(rank, size, connect(listener, rank, size, addresses, timeout_s))
 
 
 class SharedGroup:
-    """A connected socket to each other member. Used by one thread; only `cut` by others."""
+    """A group of members on one host, connected by sockets. Used by one thread, except `cut`."""
 
     name = "shm"
 
@@ -303,11 +306,11 @@ class SharedGroup:
             sock.setblocking(False)
 
     def share(self, sizes_bytes: Sequence[int], timeout_s: float) -> list[Tensor]:
-        """Return every member's segment as bytes, by rank; all members call this once, before any
-        token.
+        """Allocate and exchange memory; return every member's segment as bytes, by rank.
 
-        sizes_bytes by rank, the same on all members. A segment lives as long as any tensor over it.
-        Raises UnshareableError when a member could not allocate its segment.
+        A collective call, once and before any token. sizes_bytes: by rank, equal on all members. A
+        segment lives as long as a tensor over it. Raises UnshareableError if a member could not
+        allocate.
         """
         deadline_s = time.monotonic() + timeout_s
         refusal = ""
@@ -331,21 +334,24 @@ class SharedGroup:
         return [segments[rank] for rank in range(self.size)]
 
     def send_token(self) -> None:
-        """Send a token to each other member. Never blocks or fails: `hear` notices a lost peer."""
+        """Send a token (one byte) to each peer, without blocking; `hear` notices lost peers."""
         for peer in self._owed:
             self._owed[peer] += 1
         self._flush()
 
     def has_heard(self, count: int) -> bool:
-        """Return whether each other member has sent this many tokens since the group was formed."""
+        """Return whether each other member has sent `count` tokens since the group was formed."""
         if any(heard < count for heard in self._heard.values()):
             self._drain()
         return all(heard >= count for heard in self._heard.values())
 
     def hear(self, count: int, last: int, timeout_s: float) -> None:
-        """Block until `has_heard(count)`. Raises ExchangeError, which names a missing member:
-        silent, or gone before it has sent `last` tokens. A member that left after them has
-        completed its work; one that left before is missed by all, so none waits for the others."""
+        """Block until every other member has sent `count` tokens.
+
+        Raises ExchangeError, with a missing member: silent, or gone before it has sent `last`
+        tokens. A member that left after them has completed its work; one that left before is missed
+        by all, so none waits for the others.
+        """
         deadline_s = time.monotonic() + timeout_s
         while not self.has_heard(count):
             late = sorted(peer for peer, heard in self._heard.items() if heard < count)
@@ -360,7 +366,7 @@ class SharedGroup:
             self._wait(left_s)
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the peers; from any thread, at any time."""
+        """Make every wait fail soon, here and at the peers; from any thread."""
         with self._lock:
             self.is_cut = True
             for sock in self._sockets.values():

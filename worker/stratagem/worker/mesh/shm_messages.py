@@ -28,7 +28,7 @@ from stratagem.worker.mesh.mailbox import MAX_EARLY_BYTES, Mailbox, Route
 from stratagem.worker.mesh.shm import UnshareableError, allocate, map_segment, shut_down
 
 MAX_SLOT_BYTES: Final = 256 * 2**20
-"""The limit on all slots of one direction between two members; a single message may always pass."""
+"""Maximum size of all slots of one direction between two members; one message always fits."""
 _PAGE_BYTES: Final = 4096
 _MAX_FDS: Final = 64
 _READ_BYTES: Final = 4096
@@ -36,10 +36,10 @@ _READ_BYTES: Final = 4096
 
 class _Kind(IntEnum):
     SLOT = 1
-    """A new slot, whose descriptor comes with the bytes of the notice, or before them."""
+    """A new slot, whose file descriptor comes with the notice or before it."""
     MESSAGE = 2
     FREE = 3
-    """The receiver has copied the message out."""
+    """The receiver has copied the message out of the slot."""
     DROP = 4
     """The slot is not used any more."""
 
@@ -55,8 +55,8 @@ class _Slot:
 
 
 class SlotLink:
-    """A message link over shared memory, with a socket and slots for each other member. Used by one
-    thread; only `cut` by others."""
+    """Link for messages over shared memory, with a socket and slots per peer. Used by one thread,
+    except `cut`."""
 
     name = "shm"
 
@@ -77,22 +77,19 @@ class SlotLink:
         self._is_closed = False  # guarded by _lock, as is the closing of sockets
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> "ShmTransfer":
-        """Start sending, and return at once. tensor: bytes, not to be changed before the end of the
-        wait.
-
-        Raises UnshareableError, before anything is sent, where there is no memory for it.
-        """
+        """Start a send without waiting. tensor: bytes, which must not change before the end of
+        `wait`. Raises UnshareableError if there is no memory for it; nothing is sent then."""
         work = ShmTransfer(self, peer, Route(self.rank, step, tag), bytes_of(tensor))
         self._ways[peer].send(work)
         return work
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Open a step: from now on accept these messages, (source, tag), of it, each once, and no
-        older step's."""
+        """Open a step: from now on accept each of these messages, (source, tag), once, and none of
+        older steps."""
         self._box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
-        """Return the bytes of one message, which are the caller's. Raises ExchangeError."""
+        """Return the bytes of one message, which belong to the caller. Raises ExchangeError."""
         route = Route(peer, step, tag)
         if not self.wait_until(lambda: self._box.has(route), timeout_s):
             raise ExchangeError(f"receive of {route}: nothing within {timeout_s:g} s")
@@ -115,15 +112,15 @@ class SlotLink:
             poll.poll(max(1.0, 1000 * left_s))
 
     def reason(self, peer: int) -> str:
-        """Return the reason why nothing can be sent to a member; empty while that is possible."""
+        """Return the reason why nothing can be sent to a member; "" if it can."""
         return self._box.reason or self._ways[peer].end
 
     def is_announced(self, work: "ShmTransfer") -> bool:
-        """Return whether the peer has been notified of the message."""
+        """Return whether the message was announced to the peer."""
         return work.is_done and self._ways[work.peer].is_flushed
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the peers; from any thread, at any time."""
+        """Make every wait fail soon, here and at the peers; from any thread."""
         self._box.end("the link was cut")
         with self._lock:
             if not self._is_closed:
@@ -146,10 +143,10 @@ class ShmTransfer:
     def __init__(self, link: SlotLink, peer: int, route: Route, data: memoryview) -> None:
         self._link, self.peer, self.route, self.data = link, peer, route, data
         self.is_done = False
-        """True once its bytes are in a slot."""
+        """True once the bytes are in a slot."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the peer can receive it. Raises ExchangeError."""
+        """Wait until the peer can receive the message. Raises ExchangeError."""
         link = self._link
         if link.is_announced(self):
             return
@@ -160,7 +157,7 @@ class ShmTransfer:
 
 
 class _Way:
-    """The connection to and from one other member: its socket, slots and notices."""
+    """The connection with one other member: socket, slots and notices."""
 
     def __init__(
         self, rank: int, peer: int, sock: socket.socket, box: Mailbox, max_slot_bytes: int
@@ -170,18 +167,18 @@ class _Way:
         self.sock = sock
         sock.setblocking(False)
         self.end = ""
-        """The reason of its end."""
+        """The reason of the connection's end; "" while it is open."""
         self._waiting: deque[ShmTransfer] = deque()
-        """The sends without a slot."""
+        """Sends that wait for a slot."""
         self._slots: list[_Slot] = []
-        """This member's slots, which the peer reads."""
+        """Slots that this member writes and the peer reads."""
         self._num_made = 0
         self._rooms: dict[int, memoryview] = {}
-        """The peer's slots, by number."""
+        """Slots that the peer writes, keyed by number."""
         self._out = bytearray()
-        """The notices that are not in the socket yet."""
+        """Bytes of notices that did not fit into the socket yet."""
         self._out_fds: list[int] = []
-        """The descriptors of slots among them."""
+        """File descriptors of slots announced in these notices."""
         self._in = bytearray()
         self._in_fds: deque[int] = deque()
         box.enter(peer)
@@ -200,7 +197,7 @@ class _Way:
         self._flush()
 
     def move(self) -> None:
-        """Do everything that is possible without waiting."""
+        """Transfer as much as possible without waiting."""
         self._pull()
         self._fill()
         self._flush()
@@ -221,7 +218,7 @@ class _Way:
     # ---- Sending ----
 
     def _fill(self) -> None:
-        """Put the longest waiting messages into slots."""
+        """Copy waiting messages to slots, oldest first."""
         while self._waiting and not self.end:
             work = self._waiting[0]
             slot = self._slot_for(len(work.data))
@@ -235,8 +232,8 @@ class _Way:
             self._waiting.popleft()
 
     def _slot_for(self, size_bytes: int) -> _Slot | None:
-        """Return the smallest free slot that is large enough, or a new one; None when the peer must
-        return some first."""
+        """Return the smallest sufficient free slot, or a new one; None if the peer must free some
+        first."""
         for only_look in (True, False):
             fitting = [s for s in self._slots if s.is_free and len(s.room) >= size_bytes]
             if fitting:
@@ -299,7 +296,7 @@ class _Way:
     # ---- Receiving ----
 
     def _pull(self) -> None:
-        """Receive everything that was announced."""
+        """Receive everything that the peer has announced."""
         while not self.end:
             try:
                 data, fds, _, _ = socket.recv_fds(
@@ -356,6 +353,6 @@ class _Way:
 
 
 def _capacity_for(size_bytes: int) -> int:
-    """Return a size rounded up by an eighth to a quarter, so that a slot serves similar ones."""
+    """Round a size up by an eighth to a quarter, so that a slot fits similar messages."""
     unit = max(_PAGE_BYTES, (1 << size_bytes.bit_length()) >> 3)
     return -(-max(size_bytes, 1) // unit) * unit

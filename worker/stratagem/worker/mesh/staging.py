@@ -16,13 +16,13 @@ from torch import Tensor
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of a device, such as torch.cuda.Event."""
+    """Interface of events in a device's queue, such as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Return whether the device has passed it."""
+        """Return whether the device has reached the event."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until the device has passed it."""
+        """Block the calling thread until the device has reached the event."""
 
 
 class HostCopy:
@@ -31,25 +31,25 @@ class HostCopy:
     __slots__ = ("_arrived", "_host")
 
     def __init__(self, host: Tensor, arrived: DeviceEvent | None) -> None:
-        """Begin. arrived: None for a tensor that has arrived."""
+        """Begin. arrived: the event at which the copy is complete; None if it already is."""
         self._host, self._arrived = host, arrived
 
     async def arrive(self) -> Tensor:
-        """Return the tensor on the host after its arrival, without blocking the event loop."""
+        """Return the tensor once it is complete, without blocking the event loop."""
         if self._arrived is not None and not self._arrived.query():
             await asyncio.to_thread(self._arrived.synchronize)
         return self._host
 
     def wait(self) -> Tensor:
-        """Return the tensor on the host; block the calling thread until its arrival."""
+        """Return the tensor once it is complete; block the calling thread until then."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host
 
 
 def to_host(tensor: Tensor) -> HostCopy:
-    """Return the tensor itself if it is on the CPU, else a copy after the work of the calling
-    thread's current stream. It must not change until the copy has arrived."""
+    """Return the tensor itself if it is on the CPU, else a copy, queued on the current stream. The
+    tensor must not change until the copy has arrived."""
     tensor = tensor.detach()
     if not tensor.is_cuda:
         return HostCopy(tensor.cpu(), None)
@@ -88,7 +88,7 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event at the end of the queued work of the calling thread's current stream."""
+        """Return an event after the work queued so far on the calling thread's current stream."""
         if self._stream is None:
             return None
         mark: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
@@ -100,12 +100,12 @@ class SideStream:
             self._stream.wait_event(mark)
 
     def entered(self) -> AbstractContextManager[object]:
-        """Return a context in which the calling thread queues its work on this stream."""
+        """Return a context manager in which the calling thread queues work on this stream."""
         if self._stream is None:
             return nullcontext()
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """Make later work of the calling thread's current stream wait for all work queued here."""
+        """Let later work on the calling thread's current stream wait for this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)

@@ -24,12 +24,12 @@ from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, Exchang
 
 
 class ProcessGroupLink:
-    """The base of these links, which starts the transfers of a `CollectiveLink`."""
+    """Base class of links over a process group of torch."""
 
     name = ""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
-        """Take the group, of the engine's class, whose methods take lists of tensors."""
+        """Use the group, an object of the backend's class, whose methods take lists of tensors."""
         self.rank, self.size = rank, size
         self._group: Any = group
         self._sent, self._received = over(self.name, SENT), over(self.name, RECEIVED)
@@ -48,11 +48,11 @@ class ProcessGroupLink:
         return self._begin(what, tensor, self._sent, lambda group: group.allreduce([tensor]))
 
     def failed(self, what: str, error: RuntimeError) -> ExchangeError:
-        """Return the error of a transfer for an error of the group."""
+        """Turn an error of the group into that of a transfer."""
         return ExchangeError(f"{what}: {error}")
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes whose transfer begins now; negative: whose wait has ended."""
+        """Count bytes in transfer; negative when their wait has ended."""
 
     def _begin(
         self, what: str, tensor: Tensor, flow: Flow, start: Callable[[Any], dist.Work]
@@ -69,7 +69,7 @@ class ProcessGroupLink:
 
 
 class GroupTransfer:
-    """A transfer. `what`: its name in errors."""
+    """A transfer in progress. what: its name in errors."""
 
     __slots__ = ("_link", "_size_bytes", "_what", "_work")
 
@@ -94,7 +94,7 @@ class GroupTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SocketId:
-    """A socket of this process. The inode distinguishes it from a later one of the same number."""
+    """Identifies a socket; the inode differs if a later socket reuses the number."""
 
     fd: int
     inode: int
@@ -106,7 +106,7 @@ def open_sockets() -> frozenset[SocketId]:
 
 
 def listening_ports(before: frozenset[SocketId]) -> tuple[int, ...]:
-    """Return the ports of the listeners that appeared since `before`."""
+    """Return the ports on which sockets listen that were opened since `before`."""
     return tuple(
         sock.getsockname()[1]
         for socket_id, sock in _sockets()
@@ -115,7 +115,7 @@ def listening_ports(before: frozenset[SocketId]) -> tuple[int, ...]:
 
 
 def connections(before: frozenset[SocketId], ports: Collection[int]) -> tuple[SocketId, ...]:
-    """Return the connected sockets since `before` that have one of the ports at an end."""
+    """Return the sockets connected since `before` that have one of these ports at either end."""
     return tuple(
         socket_id
         for socket_id, sock in _sockets()
@@ -124,7 +124,7 @@ def connections(before: frozenset[SocketId], ports: Collection[int]) -> tuple[So
 
 
 def shut_down(target: SocketId) -> None:
-    """End a connection in both directions; its owner still has to close it."""
+    """Shut a connection down in both directions; its owner must still close it."""
     sock = _duplicate(target.fd)
     if sock is None:
         return
@@ -134,7 +134,7 @@ def shut_down(target: SocketId) -> None:
 
 
 def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
-    """Yield each internet socket with a duplicate, which is closed at the next step."""
+    """Yield a duplicate of each internet socket, which is closed at the next step."""
     for name in os.listdir("/proc/self/fd"):
         sock = _duplicate(int(name))
         if sock is None:
@@ -145,7 +145,7 @@ def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
 
 
 def _duplicate(fd: int) -> socket.socket | None:
-    """Return a duplicate of the socket behind fd; None when there is none (any more)."""
+    """Return a duplicate of the socket with this descriptor; None if it is no socket (any more)."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -166,7 +166,7 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _ends(sock: socket.socket) -> frozenset[int]:
-    """Return the ports at both ends; empty when it is not connected."""
+    """Return the ports at both ends; empty if it is not connected."""
     try:
         return frozenset({sock.getsockname()[1], sock.getpeername()[1]})
     except OSError:
@@ -186,10 +186,10 @@ _forming = threading.Lock()
 def form_gloo(
     rank: int, size: int, host: str, rendezvous: Rendezvous, timeout_s: float
 ) -> GlooLink:
-    """Join the group of `size` members, and block until all are connected.
+    """Connect `size` members by gloo. host: this machine's address for the others.
 
-    host: the address under which the others reach this machine. rendezvous gets this member's
-    address and returns those of all, by rank; its errors are passed on.
+    rendezvous: sends this member's address and returns all addresses, by rank; its errors are
+    passed on.
     """
     with _forming:
         before = open_sockets()
@@ -258,7 +258,7 @@ class GlooLink(ProcessGroupLink):
                 self._changed.notify_all()
 
     def failed(self, what: str, error: RuntimeError) -> ExchangeError:
-        """Return an error with the first line, which tells the fault: gloo appends advice and a C++
+        """Return an error with the first line of gloo's message, without its advice and C++
         stack."""
         return ExchangeError(f"{what}: {str(error).splitlines()[0]}")
 
@@ -281,7 +281,7 @@ class GlooLink(ProcessGroupLink):
 
 
 class _RendezvousStore(Store):
-    """A store that answers gloo's requests about its peers from one rendezvous.
+    """A store for gloo that gets the addresses of all peers from one rendezvous.
 
     gloo sets its own address once and then waits for and gets each member's, under keys that end in
     "/<rank>". Each address is preceded by the ports of the member's listener.
@@ -309,7 +309,7 @@ class _RendezvousStore(Store):
         return self._addresses[int(key.rsplit("/", 1)[-1])]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return at once, since all addresses are known as soon as `set` has returned."""
+        """Return at once, since all addresses are known after `set`."""
 
 
 def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
@@ -337,8 +337,8 @@ def serve_nccl(host: str, timeout_s: float) -> TCPStore:
 def connect_nccl(
     served: TCPStore | None, rank: int, size: int, address: str, timeout_s: float
 ) -> NcclLink:
-    """Join the group of `size` members, each of which must have set its CUDA device. address: the
-    first member's store."""
+    """Connect `size` members by nccl; each must have set its CUDA device. address: of the first
+    member's store."""
     timeout = timedelta(seconds=timeout_s)
     try:
         name, port = address.rsplit(":", 1)

@@ -41,7 +41,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 
 class Add(nn.Module):
-    """The sum of all inputs, in order of port."""
+    """Add all inputs, in order of port."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         total = inputs[0]
@@ -51,7 +51,7 @@ class Add(nn.Module):
 
 
 class Multiply(nn.Module):
-    """The product of all inputs, in order of port."""
+    """Multiply all inputs, in order of port."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         product = inputs[0]
@@ -61,7 +61,7 @@ class Multiply(nn.Module):
 
 
 class Concat(nn.Module):
-    """The concatenation of all inputs along one dimension, in order of port."""
+    """Concatenate all inputs along one dimension, in order of port."""
 
     def __init__(self, dim: int = -1) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Concat(nn.Module):
 
 
 class Select(nn.Module):
-    """One member of an output that is a tuple, such as that of an LSTM."""
+    """Select one element of an output that is a tuple, such as that of an LSTM."""
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Select(nn.Module):
 
 
 class Permute(nn.Module):
-    """The dimensions in another order."""
+    """Permute the dimensions."""
 
     def __init__(self, dims: Sequence[int]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Permute(nn.Module):
 
 
 class Mean(nn.Module):
-    """The mean over one dimension."""
+    """Average over one dimension."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -142,12 +142,11 @@ MODULES: Final[Mapping[str, Callable[..., nn.Module]]] = {
 
 
 class GraphModule(nn.Module):
-    """A module that runs nodes in topological order; several inputs of a node are in order of port.
+    """Model of a graph document: runs nodes in topological order, with inputs by port.
 
     The model's inputs go to the input nodes, before the values of edges. One output is returned
-    directly, several as a tuple. Without named inputs or outputs those are the nodes without
-    incoming and without outgoing edges. Subgraphs are modules only for the sake of their names: the
-    outermost graph runs all nodes.
+    directly, several as a tuple. Without named inputs or outputs these are the nodes without
+    incoming or outgoing edges. Subgraphs only determine names: the outermost graph runs all nodes.
     """
 
     def __init__(self, graph: GraphSpec) -> None:
@@ -172,7 +171,7 @@ class GraphModule(nn.Module):
 
 
 def node_modules(model: nn.Module, program: ModelProgram) -> dict[str, nn.Module]:
-    """Return the module of each node of the program."""
+    """Return the module of each node of the program, keyed by node."""
     return {call.node: model.get_submodule(call.node.replace("/", ".")) for call in program.calls}
 
 
@@ -206,14 +205,14 @@ def _make_node(node: NodeSpec) -> nn.Module:
 # numbers, drawn from the same generator; only their storage is in another place.
 
 SMALLEST_BYTES: Final = 1 << 20
-"""The smallest storage that is put in a file."""
+"""Minimum size in bytes of a storage that is put in a file."""
 _EMPTY: Final = torch.ops.aten.empty.memory_format
 
 
 class FileStorage(TorchDispatchMode):
-    """A mode in which new large CPU tensors of the thread have storage in files of a folder.
+    """Context manager in which large new CPU tensors are stored in files of a folder.
 
-    The files have no names, and disappear with their tensors, or with the process.
+    The files have no names, and disappear with their tensors or with the process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -253,8 +252,8 @@ class FileStorage(TorchDispatchMode):
         return tree_map_only(Tensor, move, result)
 
     def _storage(self, num_bytes: int) -> UntypedStorage:
-        """Return the memory of a new file. Raises LimitError where the disk has no room for it,
-        since a page that cannot be written later would end the process."""
+        """Return the memory of a new file. Raises LimitError if the disk is full, since a page that
+        could not be written later would kill the process."""
         try:
             # The file never has a name, so a killed process leaves nothing behind.
             with TemporaryFile(dir=self._folder) as file:
@@ -269,7 +268,7 @@ class FileStorage(TorchDispatchMode):
 
 
 def _is_plain(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether these options of a tensor mean storage on the CPU."""
+    """Return whether these tensor options mean ordinary storage on the CPU."""
     device, layout = kwargs.get("device"), kwargs.get("layout")
     is_cpu = device is None or torch.device(device).type == "cpu"
     return is_cpu and layout in (None, torch.strided) and not kwargs.get("pin_memory")
@@ -285,7 +284,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 without one, as for a sparse tensor."""
+    """Return the address of a tensor's storage; 0 if it has none, as a sparse tensor."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -305,8 +304,8 @@ def _view(tensor: Tensor, storage: UntypedStorage) -> Tensor:
 
 @contextmanager
 def checks_of_the_model() -> Iterator[None]:
-    """Raise UnfitModelError for input errors inside the `with`, of checks that read only the job
-    and the names, types and shapes of its model."""
+    """Context manager that turns input errors into UnfitModelError, around checks that read only
+    the job and the names, types and shapes of the model's tensors."""
     try:
         yield
     except InvalidInputError as error:
@@ -318,7 +317,7 @@ def checks_of_the_model() -> Iterator[None]:
 _PLAIN: Final = (bool, int, float, str, type(None))
 _ACTIVITY: Final = "building the model"
 _NUM_NAMES: Final = 5
-"""The largest number of parameters that a refusal names."""
+"""Maximum number of parameters named in an error message."""
 
 
 def build_model(
@@ -330,11 +329,11 @@ def build_model(
     folder: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> nn.Module:
-    """Build the model of a job. fresh: it is initialised from the seed; otherwise its state is
-    undefined.
+    """Build the model of a job.
 
-    folder: large tensors are in files there instead of memory; the bits are the same. say: receives
-    a sentence about tensors whose dtype the job's precision has changed, if there are any.
+    fresh: initialise it from the seed; otherwise its values are undefined. folder: large tensors
+    are in files there instead of memory, with the same bits. say: called with a sentence if the
+    job's precision has changed dtypes.
     """
     factory, changes = _factory(job, entrypoints), ""
 
@@ -368,11 +367,9 @@ def _build(
 
 
 def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device) -> nn.Module:
-    """Return the model with parameters and buffers without values; to be called where tensors are
-    fake.
+    """Build the model with shapes only, inside a mode of fake tensors.
 
-    It is built outside of fake tensors: on the meta device, or for real where the factory needs
-    that.
+    It is built outside of that mode: on the meta device, or for real if the factory needs values.
     """
     factory = _factory(job, entrypoints)
     with _disable_current_modes():
@@ -399,8 +396,8 @@ def _factory(job: JobSpec, entrypoints: EntryPoints) -> Callable[[], nn.Module]:
 
 @checks_of_the_model()
 def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
-    """Freeze the parameters that the job does not train, and check that no group of the optimizer
-    is empty."""
+    """Freeze the parameters that the job does not train; raise InvalidInputError if a group of the
+    optimizer is empty."""
     params = list(model.named_parameters())
     for i, pattern in enumerate(job.model.freeze or ()):
         frozen = [param for name, param in params if is_matched(name, (pattern,))]
@@ -419,7 +416,7 @@ def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
 
 
 def _checked(model: object, by: str) -> nn.Module:
-    """Return the result of a factory, if it is a model. by: the name of the factory."""
+    """Return a factory's result; raise InvalidInputError if it is no model. by: its name."""
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InvalidInputError.at("model", f"{by} returned a {kind}, not a torch.nn.Module")
@@ -446,9 +443,11 @@ def _build_empty(factory: Callable[[], nn.Module], device: torch.device) -> nn.M
 
 
 def _can_be_empty(module: nn.Module) -> bool:
-    """Return whether a module is complete once the tensors of its state are loaded: its parameters
-    have no hooks, subclass, or attributes other than plain values, which are copied, and no
-    parametrizations, which make other tensors on the meta device."""
+    """Return whether loading a state completes a module built on the meta device.
+
+    Its parameters must have no hooks, no subclass, no attributes but plain values (which are
+    copied), and no parametrizations, which make other tensors on the meta device.
+    """
     if module._non_persistent_buffers_set or is_parametrized(module):
         return False
     params = [param for param in module._parameters.values() if param is not None]
@@ -462,12 +461,12 @@ def _can_be_empty(module: nn.Module) -> bool:
 
 
 def _plain_attributes(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes of a tensor with plain values, such as `is_tp = True`."""
+    """Return a tensor's attributes with plain values, such as `is_tp = True`."""
     return {name: value for name, value in vars(tensor).items() if type(value) in _PLAIN}
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Allocate storage for every parameter and buffer; tied ones stay tied."""
+    """Allocate memory for every parameter and buffer; tied ones stay tied."""
     made: dict[int, Tensor] = {}
 
     def twin(tensor: Tensor) -> Tensor:
@@ -503,8 +502,8 @@ def _shares_memory(model: nn.Module) -> bool:
 
 
 def _hides_any(model: nn.Module) -> bool:
-    """Return whether modules have tensors of the meta device outside of their parameters and
-    buffers, also in functions such as hooks."""
+    """Return whether tensors of the meta device are hidden outside of parameters and buffers, such
+    as in attributes or hooks."""
     for module in model.modules():
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers", "_modules"):

@@ -1,4 +1,4 @@
-"""Find the children that a model calls in a row: only such models of users' classes can be cut.
+"""Find the children that a model calls one after the other, since only such models can be cut.
 
 The model's forward is traced with torch.fx, each child being one call. Anything else is refused
 with the line of the user's code that does it, and the remedy.
@@ -19,7 +19,7 @@ from stratagem.worker.user_code import bundles
 from stratagem.worker.user_code.entrypoints import is_users
 
 _Line = tuple[str, int]
-"""A file and a line number."""
+"""(file, line number)."""
 
 RULE: Final = (
     "a model that is cut must be a graph, an nn.Sequential, or call its children in a row, and do "
@@ -56,19 +56,17 @@ _RAISED: Final = (
         _INTO_A_CHILD,
     ),
 )
-"""The messages of failed traces, the fault of the line, and the remedy."""
+"""(text in the message of a failed trace, the line's fault, the remedy)."""
 _MODULES: Final = {
     kind.__name__.lower(): kind.__name__
     for kind in (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Flatten)
 } | {"log_softmax": "LogSoftmax", "leaky_relu": "LeakyReLU", "max_pool2d": "MaxPool2d"}
-"""Functions, and methods of tensors, that also exist as modules."""
+"""Names of functions and tensor methods that also exist as modules."""
 
 
 def children_in_a_row(model: nn.Module) -> list[str]:
-    """Return the names of the children in the order of their calls.
-
-    Raises InvalidInputError for a model that does anything else; it names the line.
-    """
+    """Return the names of the model's children in the order of their calls. Raises
+    InvalidInputError, with the line, if the model does anything else."""
     if type(model).forward is nn.Sequential.forward:
         return list(model._modules)
     tracer = _Tracer()
@@ -99,8 +97,7 @@ def children_in_a_row(model: nn.Module) -> list[str]:
 
 
 class _Tracer(fx.Tracer):
-    """A tracer that treats each child as one call, and keeps the line of the user's code that makes
-    a node."""
+    """Tracer that treats each child as one call, and records the user's line behind each node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +143,7 @@ def _line_of(error: BaseException) -> _Line | None:
 
 
 def _raised(error: Exception) -> tuple[str, str]:
-    """Return the fault of the line that ended the trace, and the remedy."""
+    """Return (the fault of the line that ended the trace, the remedy)."""
     told = f"{type(error).__name__}: {error}"
     for pattern, does, remedy in _RAISED:
         if re.search(pattern, told):
@@ -155,8 +152,8 @@ def _raised(error: Exception) -> tuple[str, str]:
 
 
 def _done_by(node: fx.Node, line: _Line | None) -> tuple[str, _Line | None, str]:
-    """Return the fault of a node that is no call of a child with the previous output, its line and
-    the remedy."""
+    """Return (fault, line, remedy) for a node that is not a call of a child with the previous
+    output."""
     name = getattr(node.target, "__name__", str(node.target))
     match node.op:
         case "placeholder":

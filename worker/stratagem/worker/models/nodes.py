@@ -1,4 +1,4 @@
-"""The nodes of a model that is cut into stages: its program, and the parameters of nodes.
+"""The nodes of a model that is cut into stages: their program, modules and parameters.
 
 The module has the rules for models that can be cut, the separation of tied parameters into one copy
 per node, and the removal of nodes of other workers. Names stay those of the whole model.
@@ -21,7 +21,7 @@ from stratagem.worker.models.program import add_uses, draws_random_numbers
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A parameter at one node; the copies of one process share their memory."""
+    """A parameter as one node has it; all copies in a process share memory."""
 
     node: str
     param: nn.Parameter
@@ -29,7 +29,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One trainable parameter under its first name, and its copies in order of the program."""
+    """A trainable parameter, named by its first name, with its copies in program order."""
 
     name: str
     copies: tuple[Copy, ...]
@@ -39,20 +39,18 @@ class Trained:
         return self.copies[0].param
 
     def gradient(self) -> Tensor | None:
-        """Return the sum over copies, from the last one; None when backward reached none."""
+        """Return the sum of the copies' gradients, from the last one; None without any."""
         return add_uses(copy.param.grad for copy in self.copies)
 
     def forget(self) -> None:
-        """Clear the gradients of all copies."""
+        """Drop the gradients of all copies."""
         for copy in self.copies:
             copy.param.grad = None
 
 
 def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
-    """Return the calls of the model: graph nodes, or modules called in a row.
-
-    Raises InvalidInputError for any other model.
-    """
+    """Return the model's program: its graph nodes, or its children in order. Raises
+    InvalidInputError if it has none."""
     if job.model.graph is not None:
         return flatten(job.model.graph)
     names = children_in_a_row(model)
@@ -61,10 +59,10 @@ def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
 
 
 def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Trained]:
-    """Return all trainable parameters, in order of `named_parameters`.
+    """Return all trainable parameters, in order of `named_parameters`, with one copy per node.
 
-    A parameter of several nodes becomes one parameter per node over the same memory, so that each
-    node's gradient is summed over micro-batches separately, wherever the node is.
+    Copies of a tied parameter share memory but have separate gradients, so that each node's
+    gradient is summed over micro-batches by itself, wherever the node is.
     """
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if program is None:
@@ -93,7 +91,7 @@ def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Traine
 
 
 def without_storage(trained: Iterable[Trained], nodes: Collection[str]) -> list[Trained]:
-    """Return the parameters with the copies of these nodes on the meta device, without memory."""
+    """Return the parameters, with their copies in these nodes moved to the meta device."""
 
     def emptied(copy: Copy) -> Copy:
         if copy.node not in nodes:
@@ -106,7 +104,7 @@ def without_storage(trained: Iterable[Trained], nodes: Collection[str]) -> list[
 
 
 def tie_again(trained: Iterable[Trained]) -> None:
-    """Make copies share memory again that a move to another device has separated."""
+    """Let copies share memory again after a move to another device has separated them."""
     for weight in trained:
         here = [copy.param for copy in weight.copies if not copy.param.is_meta]
         for param in here[1:]:
@@ -114,14 +112,14 @@ def tie_again(trained: Iterable[Trained]) -> None:
 
 
 class Absent(nn.Module):
-    """A placeholder, without state, for a node of another worker."""
+    """Placeholder module, without tensors, for a node on another worker."""
 
     def forward(self, *_: Any) -> Any:
         raise RuntimeError("this node belongs to another worker")
 
 
 def check_not_shared(model: nn.Module, owner: Mapping[str, int], program: ModelProgram) -> None:
-    """Refuse a module object that nodes of different owners share; parameters may be shared."""
+    """Raise InvalidInputError if nodes of different owners share a module."""
     holder: dict[int, str] = {}
     for node, root in node_modules(model, program).items():
         for name, module in root.named_modules():
@@ -138,7 +136,7 @@ def check_not_shared(model: nn.Module, owner: Mapping[str, int], program: ModelP
 
 
 def remove_nodes(model: nn.Module, nodes: Iterable[str]) -> None:
-    """Drop these nodes and free their parameters."""
+    """Replace these nodes by placeholders, and free their parameters."""
     for node in nodes:
         path, _, name = node.replace("/", ".").rpartition(".")
         model.get_submodule(path)._modules[name] = Absent()

@@ -18,7 +18,7 @@ from stratagem.common.model.program import Bundle, Call, FromNode, ModelInput, N
 # ---- Run a program ----
 
 Slots = dict[tuple[str, int], Any]
-"""The values by (node, use), which are removed when they are used."""
+"""Values keyed by (node, use); each is removed when it is used."""
 
 
 def run_calls(
@@ -28,20 +28,20 @@ def run_calls(
     given: Any,
     slots: Slots,
 ) -> None:
-    """Do the calls in order. Outputs for other stages are left in `slots`."""
+    """Run the calls in order. Outputs for other stages remain in `slots`."""
     for call in calls:
         arguments = [evaluate(arg, given, slots) for arg in call.args]
         put(slots, call.node, num_uses[call.node], module_of[call.node](*arguments))
 
 
 def put(slots: Slots, node: str, num_uses: int, value: Any) -> None:
-    """Store the output of a node under each of its uses."""
+    """Store a node's output for each of its uses."""
     for use, copy in enumerate(_fan(value, num_uses)):
         slots[node, use] = copy
 
 
 def evaluate(source: Source, given: Any, slots: Slots) -> Any:
-    """Return the value of a source; `given` is the model's input."""
+    """Return the value of an argument. given: the model's input."""
     match source:
         case ModelInput():
             return given
@@ -54,7 +54,7 @@ def evaluate(source: Source, given: Any, slots: Slots) -> Any:
 
 
 def add_uses(gradients: Iterable[Tensor | None]) -> Tensor | None:
-    """Sum the gradients of a value's uses, given in rising order, beginning with the last one."""
+    """Add the gradients of a value's uses, given in order of use, beginning with the last one."""
     total: Tensor | None = None
     for gradient in reversed(list(gradients)):
         if gradient is not None:
@@ -87,7 +87,7 @@ def _part(value: Any, index: int, count: int) -> Any:
 
 
 class _Fan(torch.autograd.Function):
-    """One output per use of a value."""
+    """Autograd function that returns a value once per use, and adds gradients in order."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -121,8 +121,8 @@ def _fan(value: Any, count: int) -> list[Any]:
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Return whether a module may draw random numbers: torch's stochastic ones, and all modules
-    that are not torch's."""
+    """Return whether a module may draw random numbers: torch's stochastic modules, and all others
+    than torch's."""
     kind = type(module)
     if not kind.__module__.startswith("torch.nn."):
         return True
@@ -135,10 +135,9 @@ def draws_random_numbers(module: nn.Module) -> bool:
 
 
 def runs_only_known_code(model: nn.Module) -> bool:
-    """Return whether a pass through the present model runs only torch's code and ours.
+    """Return whether a pass through the model surely runs only code of torch and Stratagem.
 
-    True only if it has no class, hook or function of the user's, and no tensor of a subclass. When
-    in doubt, False.
+    False if the model has a class, hook or function of the user's, or a tensor subclass.
     """
     return (
         not has_hooks_for_all_modules()

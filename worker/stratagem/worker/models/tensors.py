@@ -25,8 +25,8 @@ _OF_ROWS: Final = (torch.float32, torch.float64)
 
 
 def converted_dtype(job: JobSpec) -> torch.dtype | None:
-    """Return the dtype that the job's precision gives all floats of the model and of its rows; None
-    where the model keeps its dtypes."""
+    """Return the dtype that the job's precision gives to all floats; None if they keep their
+    dtypes."""
     match job.execution.precision:
         case None:
             return None
@@ -37,10 +37,10 @@ def converted_dtype(job: JobSpec) -> torch.dtype | None:
 
 
 def rows_dtype(job: JobSpec, model: nn.Module) -> torch.dtype | None:
-    """Return the dtype of floats in the rows for this model; None where they keep that of the data.
+    """Return the dtype of floats in rows for this model; None if rows keep the dtype of the data.
 
-    Without a precision they get the dtype of all floats of the model, float32 or float64. The data
-    decide for a model of several dtypes, and rounding to 16 bits would spoil targets.
+    Without a precision, rows get the model's dtype if that is float32 or float64 throughout. Other
+    models get the data's, since rounding to 16 bits would spoil targets.
     """
     wanted = converted_dtype(job)
     if wanted is not None:
@@ -51,13 +51,13 @@ def rows_dtype(job: JobSpec, model: nn.Module) -> torch.dtype | None:
 
 
 def dtypes_of(model: nn.Module) -> Counter[torch.dtype]:
-    """Return the dtypes of the model's floating tensors, with their numbers of tensors."""
+    """Return the number of floating-point tensors of each dtype in the model."""
     return Counter(tensor.dtype for _, tensor in _floats(model))
 
 
 def convert(model: nn.Module, job: JobSpec) -> str:
-    """Convert the model as the job's precision says, in place; return a sentence about the changed
-    dtypes, "" for none."""
+    """Convert the model to the job's precision, in place; return a sentence about changed dtypes,
+    or ""."""
     wanted = converted_dtype(job)
     if wanted is None:
         return ""
@@ -108,20 +108,19 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raise InvalidInputError, which names every tensor of a model that cannot be trained, stored
-    or sent exactly."""
+    """Raise InvalidInputError that lists all tensors which cannot be trained, stored or sent
+    exactly."""
     refused = list(_without_shape(model)) or [*_unusual(model), *_in_common(model)]
     if refused:
         raise InvalidInputError(violations=[Violation(_FIELD, text) for text in refused])
 
 
 def make_plain(model: nn.Module, numerics: int) -> list[str]:
-    """Replace parts that have a plainer form with the same values, and return a sentence about
+    """Replace parts of the model by plainer ones with the same values; return a sentence about
     each.
 
     Embeddings with sparse gradients get dense ones. Parameters become contiguous, since kernels and
-    the exchange of gradients read memory in order. Runs of earlier rules keep their layout, and the
-    updates that an exchange makes with it.
+    exchanges read memory in order; runs under earlier rules (`numerics`) keep their layout.
     """
     notes = []
     for name, module in model.named_modules():
@@ -140,8 +139,7 @@ def make_plain(model: nn.Module, numerics: int) -> list[str]:
 
 
 def refuse_sparse_gradients(named: NamedParams) -> None:
-    """Raise InvalidInputError if a backward pass has left a sparse gradient, as functions with
-    `sparse=True` do."""
+    """Raise InvalidInputError if backward has left a sparse gradient, as with `sparse=True`."""
     for name, param in named:
         if param.grad is not None and param.grad.layout is not torch.strided:
             layout = _text(param.grad.layout)
@@ -155,8 +153,8 @@ def refuse_sparse_gradients(named: NamedParams) -> None:
 
 @dataclass(slots=True)
 class ModelForm:
-    """The parts of a model that must not change after its trainer was made: the trained parameters,
-    the tensors of its state, and the content of `get_extra_state`."""
+    """The parts of a model that must not change while it is trained: trained parameters, tensors of
+    the state, and the content of `get_extra_state`."""
 
     model: nn.Module
     params: NamedParams
@@ -168,13 +166,13 @@ class ModelForm:
         self.note_extra()
 
     def note_extra(self) -> None:
-        """Remember the content of `get_extra_state`, after a state was loaded."""
+        """Remember the content of `get_extra_state`; called after loading a state."""
         kept = _extra_of(_state_of(self.model))
         self._extra = {name: value.clone() for name, value in kept.items()}
 
     def check(self) -> None:
-        """Raise UserCodeError if training has changed the form of the model, whose state would no
-        longer fit the model that the job builds."""
+        """Raise UserCodeError if training has changed these parts, since the state would no longer
+        fit the model that the job builds."""
         for text in self._changes():
             raise UserCodeError("ValueError", text)
 
@@ -213,7 +211,7 @@ _WHEN_FROZEN: Final = (
 
 
 def _without_shape(model: nn.Module) -> Iterator[str]:
-    """Yield a sentence about each lazy module that has not seen a batch."""
+    """Yield a sentence about each lazy module without shape, which has not seen a batch yet."""
     for name, module in model.named_modules():
         own = (*module._parameters.values(), *module._buffers.values())
         if any(tensor is not None and is_lazy(tensor) for tensor in own):
@@ -245,8 +243,8 @@ def _unusual(model: nn.Module) -> Iterator[str]:
 
 
 def _in_common(model: nn.Module) -> Iterator[str]:
-    """Yield a sentence about different parameters in the same memory, where training one would not
-    change the other in the same way on every worker."""
+    """Yield a sentence about different parameters that overlap in memory, which workers could not
+    train alike."""
     params = [(n, p) for n, p in model.named_parameters() if p.layout is torch.strided]
     trained = [pair for pair in params if pair[1].requires_grad]
     pairs = [*_overlapping(trained)]
@@ -259,7 +257,7 @@ def _in_common(model: nn.Module) -> Iterator[str]:
 def _overlapping(
     params: NamedParams,
 ) -> Iterator[tuple[tuple[str, nn.Parameter], tuple[str, nn.Parameter]]]:
-    """Yield pairs of neighbours in memory that overlap."""
+    """Yield pairs of parameters whose memory overlaps."""
     last: dict[int, tuple[int, tuple[str, nn.Parameter]]] = {}
     for name, param in sorted(params, key=lambda pair: pair[1].storage_offset()):
         if not param.numel():
@@ -276,12 +274,12 @@ def _overlapping(
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number of a tensor's memory, also on the meta device, without addresses."""
+    """Return a number that identifies a tensor's memory, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor may share a place in memory."""
+    """Return whether two elements of a tensor may be at the same place in memory."""
     if tensor.numel() == 0:
         return False
     extent = 0
@@ -308,12 +306,12 @@ def _extra_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_extra(name: str) -> bool:
-    """Return whether a name in a state is that of `get_extra_state`; others may end like it."""
+    """Return whether a name in a state is that of `get_extra_state`, not of a tensor."""
     return name.rpartition(".")[2] == _EXTRA
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have equal elements, where NaN equals NaN."""
+    """Return whether two tensors have equal elements; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())

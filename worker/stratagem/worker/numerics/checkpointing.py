@@ -21,11 +21,11 @@ from stratagem.worker.models.program import Slots, evaluate, map_nested, run_cal
 from stratagem.worker.numerics.precision import Forward
 
 _MAX_BUFFER_ELEMENTS: Final = 1 << 18
-"""The largest buffers that are restored; larger ones must be constant anyway."""
+"""Maximum number of elements of restored buffers; larger buffers must be constant."""
 
 
 def checkpointed(forward: Forward, modules: Iterable[nn.Module]) -> Forward:
-    """Return the function in a form that keeps only its arguments. modules: those that it calls."""
+    """Wrap a function so that backward recomputes all but its arguments. modules: those called."""
     buffers = [
         buffer
         for module in modules
@@ -59,7 +59,7 @@ def checkpointed(forward: Forward, modules: Iterable[nn.Module]) -> Forward:
 def in_groups(
     program: ModelProgram, modules: Mapping[str, nn.Module], interval: int
 ) -> Callable[..., Any]:
-    """Return the forward pass of a model by its program, with `interval` nodes in a group."""
+    """Return a model's forward pass by its program, checkpointed in groups of `interval` nodes."""
     run = grouped(program.calls, modules, program.num_uses, interval)
 
     def forward(*inputs: Any) -> Any:
@@ -77,7 +77,7 @@ def grouped(
     num_uses: Mapping[str, int],
     interval: int,
 ) -> Callable[[Any, Slots], None]:
-    """Do the calls as `run_calls` does, every `interval` of them checkpointed together."""
+    """Run the calls like `run_calls`, with every `interval` of them checkpointed together."""
     for module in modules.values():
         for submodule in module.modules():
             if getattr(submodule, "inplace", False):
@@ -135,8 +135,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class _RestoredBuffers(AbstractContextManager[None]):
-    """A context, which may be entered several times, in which buffers have the values that they
-    had when it was made."""
+    """Context manager, usable several times, in which buffers have their values from its
+    creation."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers, self._before = buffers, _copies(buffers)

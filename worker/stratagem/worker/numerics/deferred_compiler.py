@@ -15,11 +15,11 @@ import torch
 GUARDED: Final = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 COMPILER: Final = "torch._dynamo"
 CHOSEN: Final = "__dynamo_disable"
-"""The attribute with the function that a method's guard calls, once it has determined it."""
+"""Attribute in which a method's guard keeps the function to call, once determined."""
 
 
 def defer_compiler() -> None:
-    """Let optimizers be made, zeroed, saved and loaded without the compiler."""
+    """Let optimizers be made, zeroed, saved and loaded without importing torch's compiler."""
     for name in GUARDED:
         guard = getattr(torch.optim.Optimizer, name)
         method = getattr(guard, "__wrapped__", None)

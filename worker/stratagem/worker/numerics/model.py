@@ -48,14 +48,14 @@ from stratagem.worker.numerics.randomness import Draws, KeyedRandomness, find_co
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of one model; `program` is None for a model with its own forward pass."""
+    """The blocks of one model; `program` is None if the model has its own forward pass."""
 
     modules: tuple[nn.Module, ...]
     program: ModelProgram | None
 
 
 def blocks_of(model: nn.Module, job: JobSpec) -> Blocks:
-    """Return the blocks of a model in order, each module once."""
+    """Return a model's blocks in order, each module once."""
     try:
         with _unchanged(model):
             program = program_of(model, job)
@@ -65,15 +65,15 @@ def blocks_of(model: nn.Module, job: JobSpec) -> Blocks:
 
 
 def layers_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the repeated layers and other children of a model that have parameters, each module
-    once, without running it."""
+    """Return a model's repeated layers and other children with parameters, each once, without
+    running the model."""
     return _unique(_repeated(model))
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of modules at the end, since tracing runs the user's forward, which
-    may assign traced values to them."""
+    """Context manager that restores the modules' attributes at its end, since tracing runs the
+    user's forward, which may assign traced values."""
     held = [
         attributes
         for module in model.modules()
@@ -121,23 +121,23 @@ def _is_list(module: nn.Module) -> bool:
 # as in eager code.
 
 MAX_SHAPES: Final = 64
-"""The largest number of input shapes of one piece of compiled code; each is compiled."""
+"""Maximum number of input shapes compiled for one piece of code."""
 
 
 @dataclass(slots=True)
 class CompileGate:
-    """The switch between compiled and eager code, which depends on the batch and so is alike on all
+    """Switches between compiled and eager code, by the size of the batch and so alike on all
     members."""
 
     is_open: bool = False
     is_inference: bool = False
-    """True if forward passes without gradients are compiled, as there are no others."""
+    """True if forward passes without gradients are compiled, because the job only evaluates."""
 
 
 def check_compiler(mode: str, device: torch.device) -> None:
-    """Raise InvalidInputError on a worker that cannot compile, and must not run eagerly instead.
+    """Raise InvalidInputError if this worker cannot compile.
 
-    Eager code has different bits than the compiled code of the other members.
+    It must not run eagerly instead, since eager code has other bits than compiled code.
     """
     missing = _missing(device)
     if missing is not None:
@@ -155,7 +155,7 @@ def _missing(device: torch.device) -> str | None:
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Set up the compiler of this process, which is loaded at its first use."""
+    """Configure this process's compiler, which is loaded at its first use."""
     import torch._dynamo.config
     import torch._inductor.config
 
@@ -176,8 +176,8 @@ def compiled(
     spec: ExecutionSpec,
     randomness: KeyedRandomness,
 ) -> Forward:
-    """Return the module's forward pass, which is compiled while the gate is open and gradients are
-    on, or off for a job without training."""
+    """Return the module's compiled forward pass. It is used while the gate is open and gradients
+    are on (for a job without training: off); else the eager one."""
     options: dict[str, Any] = {
         "fallback_random": True,
         # It may change the order in which random numbers are drawn.
@@ -201,8 +201,8 @@ def compiled(
 
 
 def _isolation() -> dict[str, Any]:
-    """Return options by which each module, where torch supports it, has a separate limit, although
-    modules of a class share one code object."""
+    """Return compiler options that give each module its own recompile limit, where torch supports
+    it; modules of a class share one code object otherwise."""
     wanted = {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
     known = inspect.signature(torch.compile).parameters
     return {name: value for name, value in wanted.items() if name in known}
@@ -211,7 +211,7 @@ def _isolation() -> dict[str, Any]:
 def _observe(
     module: nn.Module, forward: Forward, randomness: KeyedRandomness, args: Any, kwargs: Any
 ) -> Draws:
-    """Observe the random draws of the module, in an eager run that leaves no trace."""
+    """Run the module eagerly to observe its random draws, and undo all effects."""
     buffers: list[Tensor] = list(module.buffers())
     before = [buffer.clone() for buffer in buffers]
     with torch.no_grad():
@@ -227,7 +227,7 @@ def _observe(
 
 @dataclass(slots=True)
 class ModelExecution:
-    """The execution of one model: its compile gate, loss scale, and notes for the log."""
+    """The execution of one model: compile gate, loss scale, and notes for the log."""
 
     batch_size: int
     gate: CompileGate
@@ -235,7 +235,7 @@ class ModelExecution:
     frees_gradients: bool = False
     """True if gradients have storage only from backward to the update."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about settings that are carried out differently."""
+    """Sentences about settings that are applied differently than written."""
 
     def begin_batch(self, num_rows: int) -> None:
         """Begin a batch of num_rows rows over all shards; only full batches run compiled code."""
@@ -249,10 +249,8 @@ def prepare(
     randomness: KeyedRandomness,
     numerics: int = CURRENT,
 ) -> ModelExecution:
-    """Apply the execution settings to the model, in place. numerics: the rules of the bits.
-
-    Raises InvalidInputError for settings that this worker cannot carry out.
-    """
+    """Apply the job's execution settings to the model, in place. numerics: version of the rules of
+    bits. Raises InvalidInputError for settings that this worker cannot apply."""
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
     check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
@@ -283,11 +281,8 @@ def prepare_nodes(
     foreign: Collection[str],
     numerics: int = CURRENT,
 ) -> ModelExecution:
-    """Apply the settings to the nodes of one rank of a pipeline, in place, as `prepare` does.
-
-    Checkpointing is left to the pipeline's stages. Raises InvalidInputError for what this worker
-    cannot do.
-    """
+    """Apply the settings to the nodes of one pipeline rank like `prepare`, but without
+    checkpointing, which stages do."""
     modules = node_modules(model, program)
     own = {node: name for name, node in modules.items() if name not in foreign}
     inside = (named for node, name in own.items() for named in node.named_modules(prefix=name))
@@ -320,7 +315,7 @@ def _begin(
 
 
 def _without_fused_kernels(spec: OptimizerSpec) -> list[str]:
-    """Return the optimizers for which torch has no kernel for the whole update of a tensor."""
+    """Return the optimizers that have no fused kernel in torch."""
     fused = {
         name.lower()
         for name, kind in vars(torch.optim).items()
@@ -338,7 +333,7 @@ class _Wrapper:
     randomness: KeyedRandomness
 
     def put_on(self, module: nn.Module, *, is_compiled: bool) -> None:
-        """Replace the module's forward pass according to the settings, without checkpointing."""
+        """Replace the module's forward pass by one with all settings but checkpointing."""
         forward: Forward = module.forward
         dtype = low_dtype(self.spec)
         if not is_compiled and dtype is None:

@@ -33,7 +33,7 @@ _GROWTH_INTERVAL_STEPS: Final = 2000
 
 
 def low_dtype(spec: ExecutionSpec) -> torch.dtype | None:
-    """Return the 16-bit dtype of Mixed and Half; None for the others."""
+    """Return the 16-bit dtype of Mixed and Half; None for other settings."""
     if spec.precision not in ("Mixed", "Half"):
         return None
     return torch.float16 if spec.amp_dtype == "float16" else torch.bfloat16
@@ -74,7 +74,7 @@ def lowered(forward: Forward, module: nn.Module, dtype: torch.dtype) -> Forward:
 
 
 def single(value: Any) -> Any:
-    """Return a nesting of tensors with 16-bit floats as float32, which losses and metrics need."""
+    """Convert 16-bit floats in nested tensors to float32, which losses and metrics need."""
 
     def widen(tensor: Tensor) -> Tensor:
         is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
@@ -89,7 +89,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _cast_state(holders: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Replace parameters and buffers by casts inside the `with`; tied ones are cast once."""
+    """Context manager in which parameters and buffers are casts; tied ones are cast once."""
     made: dict[int, Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     changed: list[tuple[Tensor, Tensor, int]] = []
@@ -119,7 +119,7 @@ def _cast_state(holders: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
 
 
 def _flatten_again(holders: list[nn.Module]) -> None:
-    """Update the second list of weights that RNNs keep."""
+    """Update the second list of weights that RNN modules keep."""
     for module in holders:
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [
@@ -142,12 +142,12 @@ class LossScale:
 
     @classmethod
     def of(cls, spec: ExecutionSpec) -> "LossScale":
-        """Make a job's scale: dynamic for float16 only; other dtypes have the range of float32."""
+        """Make a job's scale: dynamic for float16, 1 for dtypes with the range of float32."""
         is_dynamic = low_dtype(spec) is torch.float16
         return cls(is_dynamic, _FIRST_SCALE if is_dynamic else 1.0)
 
     def up(self, loss: Tensor) -> Tensor:
-        """Return the loss multiplied by the scale, for backward."""
+        """Multiply the loss by the scale, for backward."""
         return loss * self.value if self.is_dynamic else loss
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
@@ -158,10 +158,9 @@ class LossScale:
                     param.grad.div_(self.value)
 
     def absorbs(self, what: str) -> bool:
-        """Return whether a step whose `what` is not finite must be skipped, and then halve the
-        scale.
+        """Return whether a step with non-finite `what` must be skipped, and then halve the scale.
 
-        False where no scale can help: for the loss itself, and once the scale is 2^-14.
+        False if no smaller scale can help: for the loss itself, and once the scale is 2^-14.
         """
         can_help = self.is_dynamic and what.startswith("gradient") and self.value > _SMALLEST_SCALE
         if can_help:
@@ -169,19 +168,19 @@ class LossScale:
         return can_help
 
     def keep(self) -> None:
-        """Count an applied step; double the scale at every 2000th."""
+        """Count an applied step; double the scale after every 2000."""
         self.num_good_steps += 1
         if self.is_dynamic and self.num_good_steps % _GROWTH_INTERVAL_STEPS == 0:
             self.value = min(2 * self.value, _LARGEST_SCALE)
 
     def metadata(self) -> dict[str, str]:
-        """Return the scale as metadata of a state; empty where the scale is always 1."""
+        """Return the scale as metadata of a state; empty if the scale is always 1."""
         if not self.is_dynamic:
             return {}
         return {"loss_scale": str(self.value), "num_good_steps": str(self.num_good_steps)}
 
     def load(self, metadata: Mapping[str, str]) -> None:
-        """Restore the scale from a state's metadata; without one it begins at 2^16."""
+        """Load the scale from a state's metadata; without one it starts at 2^16."""
         if self.is_dynamic:
             self.value = float(metadata.get("loss_scale", _FIRST_SCALE))
             self.num_good_steps = int(metadata.get("num_good_steps", 0))
@@ -195,10 +194,10 @@ class LossScale:
 
 
 class Numbers(NamedTuple):
-    """The number format of a job: its precision setting and the dtype that this stands for."""
+    """A number format: the precision setting and its dtype."""
 
     precision: str
-    """The precision setting; empty where layers keep their dtype."""
+    """The precision setting; empty if layers keep their dtype."""
     dtype: torch.dtype
     """The dtype of matrix products for Mixed, of everything otherwise."""
 
@@ -216,13 +215,13 @@ ALL_NUMBERS: Final = (
     Numbers("Single", torch.float32),
 )
 SINGLE: Final = ALL_NUMBERS[-1]
-"""The numbers that all kinds of layer support."""
+"""The number format that all kinds of layer support."""
 NUM_NAMES: Final = 3
-"""The largest number of layers that an error names."""
+"""Maximum number of layers named in an error message."""
 
 
 class LayerKind(NamedTuple):
-    """A small layer of a kind, and the shapes of its inputs."""
+    """A small test layer of a kind, and the shapes of its inputs."""
 
     layer: type[nn.Module]
     make: Callable[[], nn.Module]
@@ -251,11 +250,8 @@ KINDS: Final[dict[str, LayerKind]] = {
         nn.MultiheadAttention, lambda: nn.MultiheadAttention(8, 2), ((3, 2, 8),) * 3
     ),
 }
-"""The kinds of layer for which libraries have primitives; torch computes all others in any
-precision.
-
-It is a dictionary, so that tests can add a kind that no device has.
-"""
+"""The kinds of layer for which libraries have primitives; torch computes others in any precision. A
+dictionary, so that tests can add a kind that no device supports."""
 
 
 def check_able(
@@ -265,10 +261,10 @@ def check_able(
     *,
     trains: bool,
 ) -> None:
-    """Raise InvalidInputError, which names each module that the device cannot compute as asked.
+    """Raise InvalidInputError for modules that the device cannot compute in this precision.
 
-    modules: all modules of a model, by name. trains: gradients are computed, too. An estimate, made
-    with fake tensors, is for another device and not checked.
+    modules: all of a model, by name. trains: gradients are computed, too. Estimates with fake
+    tensors are for another device and are not checked.
     """
     if isinstance(torch.empty(0), FakeTensor):
         return
@@ -307,11 +303,11 @@ def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
 
 @cache
 def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) -> str | None:
-    """Return torch's reason why the device cannot compute this kind of layer with these numbers;
-    None if it can.
+    """Return torch's reason why the device cannot compute this kind of layer in these numbers; None
+    if it can.
 
-    Errors unrelated to the numbers are raised and not cached: a lack of memory, and any error that
-    a plain layer in single precision also meets at that moment.
+    Other errors are raised and not cached: a lack of memory, and errors that a plain layer in
+    single precision meets, too.
     """
     try:
         _tried(KINDS[kind], numbers, device, trains)
@@ -325,7 +321,7 @@ def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) ->
 
 
 def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
-    """Compute the layer as a job would, independent of the caller's torch modes."""
+    """Compute the layer as a job would, whatever torch modes the caller has set."""
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")  # torch warns about its choice of an algorithm
         with torch.autocast(device.type, enabled=False):
@@ -343,13 +339,13 @@ def _numbers(spec: ExecutionSpec, module: nn.Module) -> Numbers:
 def _missing(
     numbers: Numbers, kinds: Iterable[str], device: torch.device, trains: bool
 ) -> dict[str, str]:
-    """Return the reasons by kind of layer, for the kinds that cannot be computed."""
+    """Return the reasons for the kinds of layer that cannot be computed, keyed by kind."""
     by_kind = {kind: obstacle(kind, numbers, device, trains) for kind in kinds}
     return {kind: reason for kind, reason in by_kind.items() if reason is not None}
 
 
 def _layers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
-    """Return the names of layers by kind."""
+    """Return the names of layers, keyed by kind."""
     layers: dict[str, list[str]] = {}
     for name, module in modules:
         kind = _kind_of(module)
@@ -365,7 +361,7 @@ def _kind_of(module: nn.Module) -> str | None:
 
 
 def _compute(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
-    """Run one layer of zeros in the wrappers of a job's model, without drawing random numbers."""
+    """Run one layer on zeros, wrapped as in a job's model, without drawing random numbers."""
     with torch.device("meta"):
         layer = kind.make()
     low = numbers.precision in ("Mixed", "Half")

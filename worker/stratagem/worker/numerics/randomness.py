@@ -32,10 +32,8 @@ from stratagem.worker.models.program import draws_random_numbers, runs_only_know
 
 @dataclass(slots=True)
 class _Hook:
-    """The hook that seeds the generators before each call of one module.
-
-    Compiled code is interrupted for a hook unless it is idle.
-    """
+    """Forward hook that seeds the generators before each call of a module. Compiled code is not
+    interrupted for idle hooks."""
 
     owner: "KeyedRandomness"
     name_key: int
@@ -50,16 +48,16 @@ class _Hook:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The seeding that compiled code skips in one computation, because hooks are idle."""
+    """The seeding that compiled code skips in one computation because hooks are idle."""
 
     skipped: Mapping[int, int]
-    """The number of calls of modules with an idle hook, by name key."""
+    """Number of calls of modules with idle hooks, keyed by a hash of the name."""
     last: int | None
-    """The last seeded module, if its hook is idle."""
+    """The module seeded last, if its hook is idle; else None."""
 
 
 class KeyedRandomness:
-    """The seeding of the generators of one model's device; hooks stay on the model for its life."""
+    """Seeds the generators of a model's device by the computation, through hooks."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -69,7 +67,7 @@ class KeyedRandomness:
             self._generators.append(torch.cuda.default_generators[index])
         self._is_known = runs_only_known_code(model)
         self._prefix: int | None = None
-        """The hashed beginning of the modules' keys."""
+        """Hash of the computation's key, the beginning of every module's key."""
         self._num_calls: dict[int, int] = {}
         self._keys: dict[tuple[int, int], int] = {}
         self._latest: int | None = None
@@ -77,10 +75,10 @@ class KeyedRandomness:
         self._border: Callable[[int], None] = self._before_call
         self._registered: list[tuple[nn.Module, int, _Hook]] = []
         self._resting: list[tuple[nn.Module, int, _Hook]] = []
-        """Hooks that are off their modules, since even a call that only returns takes 3 µs."""
+        """Hooks taken off their modules, since even a call that only returns takes 3 µs."""
         self._may_rest = True
         self._untouched: list[Tensor] | None = None
-        """The states of the generators in a trial, until something draws."""
+        """States of the generators at the beginning of a trial; None outside of trials."""
         for name, module in model.named_modules():
             if draws_random_numbers(module):
                 hook = self._hooks[module] = _Hook(self, text_number(name))
@@ -88,10 +86,10 @@ class KeyedRandomness:
                 self._registered.append((module, handle.id, hook))
 
     def begin(self, *key: int | str, forget: bool = True, is_users: bool = True) -> None:
-        """Start the computation named by `key`: a shard of a step, a batch of an evaluation.
+        """Start the computation named by `key`: a shard of a step, or a batch of an evaluation.
 
-        forget: False where the backward of an earlier computation is still to come. is_users: False
-        where the user's code runs at most in the model.
+        forget: False if the backward of an earlier computation is still to come. is_users: False if
+        no user's code runs besides the model.
         """
         self._wake()
         seed = mix(*key)
@@ -105,9 +103,9 @@ class KeyedRandomness:
             seed_users_generators(seed)
 
     def begin_trial(self, *key: int | str) -> None:
-        """Start a computation as `begin` does, but seed no module as long as no trial has drawn.
+        """Start a computation like `begin`, but without seeding modules until a trial has failed.
 
-        The caller calls `has_failed` afterwards, and repeats the computation if it has.
+        The caller then calls `has_failed`, and repeats the computation if that is true.
         """
         if not self._may_rest:
             self.begin(*key)
@@ -120,8 +118,8 @@ class KeyedRandomness:
         self._untouched = [generator.get_state() for generator in self._generators]
 
     def has_failed(self) -> bool:
-        """Return whether a trial has drawn random numbers and must be repeated. There are no more
-        trials then: `begin_trial` becomes `begin`."""
+        """Return whether the trial has drawn random numbers and must be repeated. After a failure
+        `begin_trial` is the same as `begin`."""
         if self._untouched is None:
             return False
         pairs = zip(self._generators, self._untouched, strict=True)
@@ -130,20 +128,18 @@ class KeyedRandomness:
         return not self._may_rest
 
     def end(self) -> None:
-        """End the computation: later calls of modules are not seeded."""
+        """End the computation: modules are not seeded any more."""
         self._prefix = None
 
     def allow_compiled_code(self) -> None:
-        """Prepare the hooks for compiled code, before the modules are compiled."""
+        """Prepare the hooks for compiled code; called before compiling."""
         self._border = torch.compiler.disable(self._before_call)
         self._may_rest = False
 
     def observe(self, module: nn.Module, run: Callable[[], object]) -> Draws:
-        """Run a computation of the module to observe which seeds are used, and undo its effects
-        here.
+        """Run a module to observe which seeds are used, and undo all effects; return the draws.
 
-        Hooks whose seeds are not used become idle: numbers are the same without them, and compiled
-        code need not be interrupted.
+        Hooks whose seeds are not used become idle: numbers are the same without them.
         """
         calls, keys = dict(self._num_calls), dict(self._keys)
         states = [generator.get_state() for generator in self._generators]
@@ -164,7 +160,7 @@ class KeyedRandomness:
         return Draws({n: c for n, c in made.items() if n in idle}, last if last in idle else None)
 
     def catch_up(self, draws: Draws) -> None:
-        """Set generators and call counts to their values after the modules in compiled code."""
+        """Set generators and call counts as if these modules had run uncompiled."""
         if self._prefix is None:
             return
         self._num_calls = dict(Counter(self._num_calls) + Counter(draws.skipped))
@@ -172,7 +168,7 @@ class KeyedRandomness:
             self._seed(mix_on(self._prefix, draws.last, self._num_calls[draws.last] - 1))
 
     def _rest(self) -> None:
-        """Remove the hooks from the modules without other hooks, whose order would change."""
+        """Remove hooks from modules that have no other hooks, whose order would change."""
         if not self._resting:
             for module, number, hook in self._registered:
                 if list(module._forward_pre_hooks) == [number]:
@@ -180,7 +176,7 @@ class KeyedRandomness:
                     self._resting.append((module, number, hook))
 
     def _wake(self) -> None:
-        """Restore the hooks, before those that were added meanwhile."""
+        """Put the hooks back, before any that were added meanwhile."""
         self._untouched = None
         for module, number, hook in self._resting:
             hooks = module._forward_pre_hooks
@@ -212,7 +208,7 @@ class KeyedRandomness:
 
 
 class _Watch(TorchDispatchMode):
-    """A mode that notes the module whose seed was present at each random draw."""
+    """Torch mode that records the module whose seed was in use at each random draw."""
 
     def __init__(self, owner: KeyedRandomness) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -232,11 +228,11 @@ class _Watch(TorchDispatchMode):
 # thread counts belong to the thread.
 
 _COMPILERS: Final = ("g++", "gcc", "clang++")
-"""The compilers that inductor tries where CXX is not set."""
+"""The C++ compilers that inductor tries if CXX is not set."""
 
 
 def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
-    """Return (digest, the same in words) for computations on `device` in the calling thread."""
+    """Return (digest, text) that identify the numerics of `device` and the calling thread."""
     parts = [f"torch {torch.__version__}", f"device {device_name(device)}"]
     if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()
@@ -254,7 +250,7 @@ def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the model name of the processor or the GPU."""
+    """Return the model name of the CPU or GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -262,10 +258,10 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Return the processor's name from the text of /proc/cpuinfo; "" where it has none.
+    """Return the processor's name from the text of /proc/cpuinfo; "" if it has none.
 
-    For x86 this is the model name; for arm64 it is the numbers of implementer, part and variant,
-    the only ones that its kernel reports. Different kinds of processor must not have the same name.
+    On x86 this is the model name, on arm64 the numbers of implementer, part and variant, which are
+    all that its kernel reports. Different processors must have different names.
     """
     match_ = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     if match_:
@@ -280,7 +276,7 @@ def processor_name(cpuinfo: str) -> str:
 
 @cache
 def _compiler() -> str:
-    """Return the version of the C++ compiler that compiles models (execution.mode) for the CPU."""
+    """Return the version of the C++ compiler with which models are compiled for the CPU."""
     path = find_compiler()
     if path is None:
         return "no C++ compiler"
@@ -292,7 +288,7 @@ def _compiler() -> str:
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler that inductor will use; None without one."""
+    """Return the C++ compiler that inductor will use; None if there is none."""
     named = os.environ.get("CXX")
     paths = (shutil.which(name) for name in ([named] if named else _COMPILERS))
     return next((path for path in paths if path), None)

@@ -34,7 +34,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 # computed as exp(loss) where the parts are added.
 
 Metric = Callable[[Any, Any, int], tuple[float, float]]
-"""A function (output, target, num_rows) -> (mean, weight)."""
+"""Computes (mean, weight) from (output, target, num_rows)."""
 
 _IGNORED: Final = -100
 
@@ -42,7 +42,7 @@ _IGNORED: Final = -100
 def make_metrics(
     names: Iterable[str], entrypoints: EntryPoints, numerics: int = CURRENT
 ) -> dict[str, Metric]:
-    """Return the metrics by name, without those that follow from the loss or need whole splits."""
+    """Return the metrics by name, except those that follow from the loss or need whole splits."""
     return {
         name: _make_metric(name, entrypoints)
         for name in dict.fromkeys(names)
@@ -66,8 +66,8 @@ def _user_metric(function: Callable[..., Any]) -> Metric:
 
 
 def _top_accuracy(output: Tensor, target: Tensor, num_best: int) -> tuple[float, float]:
-    """Return the share of counted targets among the best classes, and their number; the target -100
-    is not counted."""
+    """Return (share of targets among the `num_best` best classes, number of targets); -100 is not
+    counted."""
     if output.shape == target.shape:  # one logit each: yes or no
         hits, counted = (output > 0) == (target > 0.5), torch.ones_like(target, dtype=torch.bool)
     else:
@@ -98,17 +98,17 @@ _METRICS: Final[Mapping[str, Metric]] = {
 # ---- Evaluator ----
 
 Batch = tuple[str, int]
-"""A batch of an evaluation: its split, and its number."""
+"""A batch of an evaluation: (split, number)."""
 
 _BATCH_SIZE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPart:
-    """Sums over one batch: "loss" and each metric, as mean × weight.
+    """Sums over one batch: mean × weight of "loss" and each metric.
 
-    A metric whose weight differs from `weight` (it counts tokens where the loss counts rows) has
-    that weight as "weight:<name>". kept: the batch for the user's own metrics, where there are any.
+    A metric with a weight other than `weight` (such as tokens instead of rows) has "weight:<name>",
+    too. kept: the batch for the user's own metrics, if there are any.
     """
 
     split: str
@@ -119,25 +119,25 @@ class EvaluationPart:
 
 
 Begins = Callable[[int, int], None]
-"""A function (batch, number of remaining batches with it) that is called before each batch, and may
-raise to end the evaluation."""
+"""Called with (batch, number of remaining batches including it) before each batch; may raise to end
+the evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationShare:
-    """The part of an evaluation of some splits for the member `rank` of `size`."""
+    """One member's part of an evaluation: every `size`-th batch, from number `rank` on."""
 
     splits: Sequence[str]
     rank: int
     size: int
     begins: Begins
     evaluated: dict[Batch, EvaluationPart]
-    """The batches that need not be evaluated again, to which the others are added."""
+    """Batches that were evaluated earlier and are not evaluated again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """An evaluator of a model's batches, with the values that are the same in all evaluations."""
+    """Evaluates batches of a model by the job's loss and metrics."""
 
     model: nn.Module
     data: Mapping[str, Dataset]
@@ -148,31 +148,31 @@ class Evaluator:
     metrics: Mapping[str, Metric]
     batch_size: int
     own: OwnMetrics | None = None
-    """The user's own metrics."""
+    """The user's own metrics, over whole splits; None without any."""
 
     @property
     def loss(self) -> LossFunction:
-        """Return the loss of an output computed elsewhere, such as by a pipeline's stages."""
+        """Computes the loss of an output, such as that of a pipeline's last stage."""
         assert isinstance(self.objective, OutputLoss)  # pipelines refuse other objectives
         return self.objective.loss
 
     def dataset(self, split: str) -> Dataset:
-        """Return a split's rows. Raises InvalidInputError, which names evaluation.split."""
+        """Return a split's rows. Raises InvalidInputError for evaluation.split if it is missing."""
         if split not in self.data:
             known = ", ".join(self.data)
             raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
         return self.data[split]
 
     def num_batches(self, split: str) -> int:
-        """Return the number of batches of a whole split; the last one may be short."""
+        """Return the number of batches of a split; the last batch may be smaller."""
         return -(-len(self.dataset(split)) // self.batch_size)
 
     def rows_in(self, split: str, batch: int) -> int:
-        """Return the number of rows in one batch of a split."""
+        """Return the number of rows in this batch of a split."""
         return min(self.batch_size, len(self.dataset(split)) - batch * self.batch_size)
 
     def share(self, splits: Sequence[str], first: int, size: int, count: int = 1) -> list[Batch]:
-        """Return the batches whose number is, modulo size, one of `count` from `first` on."""
+        """Return the batches whose number modulo size is one of `count` numbers from `first` on."""
         return [
             (split, batch)
             for split in splits
@@ -181,7 +181,7 @@ class Evaluator:
         ]
 
     def parts_of(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate the missing batches of a share; return all of them."""
+        """Evaluate the missing batches of a share; return the sums of all its batches."""
         batches = self.share(share.splits, share.rank, share.size)
         left = [batch for batch in batches if batch not in share.evaluated]
         self.expect(left)
@@ -194,10 +194,8 @@ class Evaluator:
     def part(
         self, split: str, batch: int, keep: Callable[[Any, int], None] | None = None
     ) -> EvaluationPart:
-        """Evaluate one batch with the model in its present mode (train or eval).
-
-        keep: receives the output and the number of rows.
-        """
+        """Evaluate one batch with the model in its present mode (train or eval). keep: called with
+        the output and the number of rows."""
         wants_output = bool(self.metrics) or self.own is not None or keep is not None
         found, part = self._evaluated(split, batch, wants_output=wants_output)
         if self.randomness.has_failed():
@@ -220,13 +218,13 @@ class Evaluator:
         return found, self._part(split, batch, found, num_rows)
 
     def begin(self, split: str, batch: int) -> Tensor:
-        """Begin a batch, for which later random numbers are drawn; return its rows."""
+        """Begin a batch by seeding its random numbers; return its row numbers."""
         self.execution.begin_batch(self.rows_in(split, batch))
         self.randomness.begin("evaluate", split, batch)
         return self._rows(split, batch)
 
     def load(self, split: str, batch: int) -> tuple[Any, Any, int]:
-        """Begin a batch; return its (x, y, number of rows)."""
+        """Begin a batch; return (x, y, number of rows)."""
         self.begin(split, batch)
         return self._gathered(split, batch)
 
@@ -235,7 +233,7 @@ class Evaluator:
         return *self.gather(self.dataset(split), rows, activity, _keys(split, batch)), len(rows)
 
     def expect(self, batches: Iterable[Batch]) -> None:
-        """Announce the next batches, whose rows may be read ahead."""
+        """Announce the next batches, so that their rows may be read ahead."""
         self.gather.expect(
             (self.dataset(split), self._rows(split, batch), _keys(split, batch))
             for split, batch in batches
@@ -246,7 +244,7 @@ class Evaluator:
         return torch.arange(start, start + self.rows_in(split, batch))
 
     def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
-        """Compute loss and metrics of a batch from the model's output, and keep the input of the
+        """Compute loss and metrics of a batch from the model's output, and keep the batch for the
         user's own metrics."""
         with user_code(f"evaluating {split}"):
             found = Assessment(self.loss(output, y, num_rows), output, y)
@@ -284,7 +282,7 @@ def make_evaluator(  # noqa: PLR0913  (this function combines all of them)
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Evaluator:
-    """Make the evaluator of a job's model, with the loss, metrics and batches of the job."""
+    """Make the evaluator of a job's model."""
     spec, objective = job.evaluation, make_objective(job, entrypoints)
     metrics = make_metrics(spec.metrics if spec else [], entrypoints, numerics)
     batch_size = spec.batch_size if spec else _BATCH_SIZE

@@ -36,7 +36,7 @@ class Logged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """A differentiable scalar mean, and the number of rows or tokens in it."""
+    """A differentiable scalar mean loss, and the number of rows or tokens in it."""
 
     mean: Tensor
     weight: float
@@ -52,26 +52,25 @@ class Assessment(NamedTuple):
 
 
 _REFUSALS: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""The types of errors by which torch's losses refuse their arguments."""
+"""Error types by which torch's losses refuse their arguments."""
 
 _IGNORED: Final = -100
-"""A target that is not counted, unless `ignore_index` names another one."""
+"""The target that is not counted, unless `ignore_index` sets another one."""
 
 LossFunction = Callable[[Any, Any, int], LossValue]
-"""A function (output, target, num_rows) -> LossValue."""
+"""Computes a LossValue from (output, target, num_rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedLoss:
-    """A loss of the table below with its settings, without any code of the user."""
+    """A loss known by name (see the table below) with its settings; runs no code of the user's."""
 
     name: str
     function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]
     kwargs: Mapping[str, Any]
 
     def __call__(self, output: Any, target: Any, num_rows: int) -> LossValue:
-        """Compute the loss, as a `LossFunction`. Errors of torch are reported with the arguments of
-        the loss."""
+        """Compute the loss. Errors of torch are raised again with the shapes of the arguments."""
         try:
             return self.function(output, target, num_rows, self.kwargs)
         except _REFUSALS as error:
@@ -80,7 +79,7 @@ class NamedLoss:
             raise type(error)(self._explained(str(error), output, target)) from None
 
     def _explained(self, text: str, output: Any, target: Any) -> str:
-        """Return the sentence of an error, with a description of the outputs and targets."""
+        """Return an error's text together with a description of outputs and targets."""
         given = f"{self.name} got outputs {text_of(output)} and targets {text_of(target)}"
         if "out of bounds" not in text or not isinstance(output, Tensor):
             return f"{text.rstrip('.')}; {given}{loss_hint(self.name, output, target)}"
@@ -95,7 +94,7 @@ class NamedLoss:
 
 
 def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
-    """Make the loss that a job names."""
+    """Make the loss that a job names, by its name or by an entry point."""
     if spec.entrypoint is not None:
         own = entrypoints.bind(spec.entrypoint, spec.kwargs, "loss")
         return _user_loss(own, f'what "{spec.entrypoint}" returns')
@@ -104,7 +103,7 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
 
 
 def loss_hint(name: str, output: Any, target: Any) -> str:
-    """Return the remedy where outputs and targets do not fit a loss; "" where none is known."""
+    """Return a remedy if outputs and targets do not fit the loss; "" if none is known."""
     own = "name a loss of your own of (output, target), as `loss: module:function`"
     if not isinstance(output, Tensor):
         kind = type(output).__name__
@@ -133,12 +132,12 @@ def loss_hint(name: str, output: Any, target: Any) -> str:
 
 
 def counts_rows(spec: LossSpec) -> bool:
-    """Return whether the weight of the loss is the number of rows, independent of their values."""
+    """Return whether the weight of the loss is always the number of rows."""
     return spec.entrypoint is None and spec.name != "token_cross_entropy"
 
 
 def _user_loss(function: Callable[..., Any], what: str) -> LossFunction:
-    """Return the loss function of the user's function. what: the name of its value in errors."""
+    """Wrap the user's function as a loss function. what: its name in errors."""
 
     def loss(output: Any, target: Any, num_rows: int) -> LossValue:
         with noted("the loss", (output, target)):
@@ -153,7 +152,7 @@ def _user_loss(function: Callable[..., Any], what: str) -> LossFunction:
 
 
 def one_number(mean: Any, what: str) -> Tensor:
-    """Return a tensor of one element as one of no dimensions. Raises ValueError for others."""
+    """Return a tensor of one element as a 0-d tensor. Raises ValueError for others."""
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         kind = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ValueError(f"{what} must be one number as a tensor, not {kind}")
@@ -161,7 +160,7 @@ def one_number(mean: Any, what: str) -> Tensor:
 
 
 def _same_shape(output: Tensor, target: Tensor) -> None:
-    """Refuse shapes that would be broadcast silently into a wrong loss."""
+    """Raise ValueError for different shapes, which would silently be broadcast to a wrong loss."""
     if output.shape != target.shape:
         raise ValueError("outputs and targets must have the same shape")
 
@@ -185,8 +184,8 @@ def _bce_with_logits(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any])
 
 
 def _token_cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
-    """Return the mean over the tokens that are not ignored, of which there may be none. Classes are
-    the last dimension."""
+    """Return the mean over the tokens that are not ignored (maybe none). Classes are in the last
+    dimension."""
     ignored = int(kwargs.get("ignore_index", _IGNORED))
     total = F.cross_entropy(
         x.reshape(-1, x.shape[-1]),
@@ -213,19 +212,19 @@ _LOSSES: Final[Mapping[str, Callable[[Tensor, Tensor, int, Mapping[str, Any]], L
 
 
 class Objective(Protocol):
-    """The objective of a training. num_rows: the size of the micro-batch in the plan."""
+    """Interface of objectives of a training. num_rows: planned size of the micro-batch."""
 
     @property
     def is_users(self) -> bool:
-        """Return whether it runs the user's code, which may draw from any generator."""
+        """True if it runs the user's code, which may use any random generator."""
 
     @property
     def counts_rows(self) -> bool:
-        """Return whether the weight is always the number of rows, and so known beforehand."""
+        """True if the weight is always the number of rows, and so known in advance."""
 
     @property
     def may_log(self) -> bool:
-        """Return whether there may be numbers to log beside the loss."""
+        """True if it may log numbers beside the loss."""
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
         """Compute the forward pass and the loss of a micro-batch; the caller runs backward."""
@@ -233,13 +232,13 @@ class Objective(Protocol):
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Compute the loss of a batch, without a gradient. wants_output: otherwise output and
-        target may be omitted."""
+        """Compute the loss of a batch without gradients. wants_output: return output and target,
+        too."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLoss:
-    """The objective of a job with a `loss` of the model's output and the target."""
+    """Objective of jobs with a `loss` of output and target."""
 
     loss: LossFunction
     counts_rows: bool
@@ -247,7 +246,7 @@ class OutputLoss:
 
     @property
     def is_users(self) -> bool:
-        """Return whether the loss is an entry point."""
+        """True if the loss is an entry point."""
         return not isinstance(self.loss, NamedLoss)
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
@@ -259,7 +258,7 @@ class OutputLoss:
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Compute output and loss of a batch."""
+        """Compute output and loss of a batch without gradients."""
         with noted(model, x):
             output = model(x)
         return Assessment(self.loss(output, y, num_rows), output, y)
@@ -275,19 +274,19 @@ class OutputLoss:
 Weight = Literal["rows", "labels", "shifted_labels"]
 
 IGNORED: Final = -100
-"""A label that is not counted."""
+"""The label that is not counted."""
 _CAUSAL: Final = frozenset(
     {"BertLMHeadModel", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"}
 )
-"""The causal language models of transformers that are not called `...ForCausalLM`."""
+"""Causal language models of transformers whose names do not end in `ForCausalLM`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnedLoss:
-    """The objective of a job with `loss: {name: model}`: `model(**batch).loss`.
+    """Objective of jobs with `loss: {name: model}`: the loss is `model(**batch).loss`.
 
-    weight: the items of which the loss is a mean; None: as in `weight_of`. Where there are none,
-    the loss is 0 and has no gradient, whatever the model returned.
+    weight: what the loss is a mean of; None: as `weight_of` says. If nothing is counted, the loss
+    is 0 without gradient, whatever the model returned.
     """
 
     weight: Weight | None
@@ -299,7 +298,7 @@ class ReturnedLoss:
 
     @property
     def counts_rows(self) -> bool:
-        """Return whether the job says so; otherwise the labels decide."""
+        """True if the job says that the loss is a mean over rows; otherwise the labels decide."""
         return self.weight == "rows"
 
     @property
@@ -314,8 +313,11 @@ class ReturnedLoss:
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Compute the loss of a batch. For metrics the output is its `logits`, or all results
-        besides the loss; the target is `labels`, each at the place of its prediction."""
+        """Compute the loss of a batch without gradients.
+
+        For metrics, the output is `logits` (or all results but the loss), the target `labels`,
+        aligned with the predictions.
+        """
         loss, outputs = self._run(model, x, y, num_rows)
         labels = x.get("labels")
         if isinstance(labels, Tensor) and self._weight(model, labels) == "shifted_labels":
@@ -350,14 +352,14 @@ class ReturnedLoss:
 
 
 def weight_of(model: nn.Module, labels: Any) -> Weight:
-    """Return the items of which a model's loss is taken as the mean, unless the job names them."""
+    """Return what a model's loss is assumed to be a mean over: "rows", "labels", ..."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return "rows"
     return "shifted_labels" if labels.dim() > 1 and _shifts_labels(model) else "labels"
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Return whether the model compares its output at a place with the label of the next one."""
+    """Return whether the model compares each output with the label of the next position."""
     wrapped = getattr(model, "get_base_model", None)  # of peft
     inner = wrapped() if callable(wrapped) else model
     names = [kind.__name__ for kind in type(inner).__mro__]
@@ -379,7 +381,7 @@ def _loss_of(outputs: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor
 
 
 def _output(outputs: Any) -> Any:
-    """Return the output for metrics and predictions."""
+    """Return the output for metrics and predictions from a model's results."""
     given = outputs if isinstance(outputs, Mapping) else vars(outputs)
     if given.get("logits") is not None:
         return given["logits"]

@@ -34,14 +34,14 @@ from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 # again where the metrics are computed.
 
 LAYOUT: Final = "layout"
-"""The key of the metadata with the nesting of a batch's tensors."""
+"""Metadata key of the nesting of a batch's tensors."""
 
 _TENSOR: Final = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """The output and target of one batch: their tensors in order, and their nesting as JSON."""
+    """Output and target of one batch: their tensors in order, and their nesting as JSON."""
 
     layout: str
     tensors: tuple[Tensor, ...]
@@ -52,18 +52,16 @@ class KeptBatch:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def unpacked(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, Any]:
-        """Return (output, target) with copies of the tensors, which may be changed, or with the
-        given ones."""
+        """Return (output, target) with these tensors, or with copies of the batch's ones, which may
+        be changed."""
         left = iter([each.clone() for each in self.tensors] if tensors is None else tensors)
         output, target = json.loads(self.layout)
         return _nested(output, left), _nested(target, left)
 
 
 def kept_batch(output: Any, target: Any) -> KeptBatch:
-    """Copy output and target of a batch to the CPU.
-
-    Raises InvalidInputError for anything but a nesting of tensors.
-    """
+    """Copy output and target of a batch to the CPU. Raises InvalidInputError for other than nested
+    tensors."""
     tensors: list[Tensor] = []
     # Copies made in inference mode could not be changed outside of it.
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -74,10 +72,8 @@ def kept_batch(output: Any, target: Any) -> KeptBatch:
 
 
 def joined(batches: Sequence[KeptBatch]) -> tuple[Any, Any]:
-    """Return (outputs, targets) of all rows of these batches, in order, in new memory.
-
-    Raises InvalidInputError where the batches differ in more than their rows.
-    """
+    """Return (outputs, targets) of all rows of these batches, in order, in new memory. Raises
+    InvalidInputError if the batches differ in more than their rows."""
     first = batches[0]
     if any(batch.layout != first.layout for batch in batches):
         raise _unlike("are nested in different ways")
@@ -93,7 +89,7 @@ def joined(batches: Sequence[KeptBatch]) -> tuple[Any, Any]:
 
 
 def named_tensors(split: str, batch: int, kept: KeptBatch) -> dict[str, Tensor]:
-    """Return the tensors of a batch by the names under which they are sent."""
+    """Return the tensors of a batch under the names used for sending."""
     return {
         f"{split}/{number:04d}/{batch:012d}": tensor for number, tensor in enumerate(kept.tensors)
     }
@@ -102,7 +98,7 @@ def named_tensors(split: str, batch: int, kept: KeptBatch) -> dict[str, Tensor]:
 def from_named(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], split: str
 ) -> list[KeptBatch]:
-    """Return the batches of a split in order, from the results of `named_tensors`."""
+    """Return a split's batches in order, from the tensors named by `named_tensors`."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         of_split, number, batch = name.rsplit("/", 2)
@@ -167,7 +163,7 @@ def _unlike(text: str) -> InvalidInputError:
 # clients.
 
 MAX_NUMBERS: Final = 65_536
-"""The limit on the numbers in all such states of a split, which are sent with one message."""
+"""Maximum count of numbers in all metric states of a split, which are sent in one message."""
 DECLARATION: Final = "summed_states"
 
 _TORCHMETRICS_SUM: Final = "dim_zero_sum"
@@ -185,7 +181,7 @@ class SummedState:
 
 
 def num_summed(metric: object) -> int:
-    """Return the number of values in a new metric's states; 0 where it is no metric of sums."""
+    """Return the count of numbers in a new metric's states; 0 if its states are not sums."""
     number = 0
     for _, member in _members(metric):
         names = _declared(member)
@@ -200,7 +196,7 @@ def num_summed(metric: object) -> int:
 
 
 def read(named: str, metric: object) -> Iterator[SummedState]:
-    """Yield the states of a metric of sums."""
+    """Yield the states of a metric whose states are sums."""
     for prefix, member in _members(metric):
         for name in _declared(member):
             value = _as_array(getattr(member, name))
@@ -211,10 +207,8 @@ def read(named: str, metric: object) -> Iterator[SummedState]:
 
 
 def fill(named: str, metric: object, states: Sequence[SummedState]) -> None:
-    """Set the states of a new metric of sums, in the types and shapes of its own ones.
-
-    Raises InvalidInputError where they are not those of the metric.
-    """
+    """Set the states of a new metric, in the types and shapes that it has. Raises InvalidInputError
+    if they do not fit."""
     left = {state.name: np.asarray(state.values) for state in states}
     for prefix, member in _members(metric):
         for name in _declared(member):
@@ -227,14 +221,14 @@ def fill(named: str, metric: object, states: Sequence[SummedState]) -> None:
 
 
 def _members(metric: object) -> list[tuple[str, Any]]:
-    """Return the objects that have states, with the prefixes of their names."""
+    """Return the objects with states in a metric or collection, with name prefixes."""
     if isinstance(metric, nn.ModuleDict):  # a MetricCollection; its items() have shared states
         return [(f"{key}/", member) for key, member in sorted(metric.items())]
     return [("", metric)]
 
 
 def _declared(member: Any) -> Sequence[str]:
-    """Return the names of all states of an object; none where one of them is not a sum."""
+    """Return the names of an object's states; none if one of them is not a sum."""
     declared = getattr(member, DECLARATION, None)
     if isinstance(declared, tuple | list) and all(isinstance(name, str) for name in declared):
         return sorted(declared)
@@ -250,7 +244,7 @@ def _declared(member: Any) -> Sequence[str]:
 
 
 def _as_array(value: object) -> np.ndarray | None:
-    """Return whole or floating-point numbers as an array; None for anything else."""
+    """Return numbers as an array; None for anything else."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.dtype in (torch.bfloat16, torch.float16):
@@ -263,7 +257,7 @@ def _as_array(value: object) -> np.ndarray | None:
 
 
 def _like(named: str, name: str, own: Any, given: np.ndarray | None) -> Any:
-    """Return numbers as a value with the type, dtype and shape of one of the metric's states."""
+    """Return numbers in the type, dtype and shape of one of the metric's states."""
     fresh = _as_array(own)
     if given is None or fresh is None or given.shape != fresh.shape:
         shape = "none" if given is None else str(given.shape)
@@ -293,32 +287,30 @@ def _misfit(named: str, why: str) -> InvalidInputError:
 
 Sums = list[SummedState]
 Measure = Callable[[Sequence[KeptBatch], str, Sums | None], Any]
-"""Computes a metric of all batches of a split, in order; the name is that of the result, and the
-list receives its states where these are sums."""
+"""Computes (result name → value) of a metric over all batches of a split, in order. Its states are
+appended to the list, if these are sums."""
 
 DEFAULT_MAX_BYTES: Final = 1 << 30
 MAX_VALUES: Final = 128
-"""The limit on the values of all own metrics: each is a named number in journal and reports."""
+"""Maximum number of values of all own metrics: each is a named number in journal and reports."""
 _MAX_NAME_CHARS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class OwnMetrics:
-    """The user's own metrics of a job, by name, and the batches that are kept for them."""
+    """The user's own metrics of a job, keyed by name, and the batches kept for them."""
 
     measures: Mapping[str, Measure]
     keep_of: Callable[..., Any] | None
     max_bytes: int
     best: str | None
     makers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """The functions that make new ones of those that are objects."""
+    """Makers of new metric objects, keyed by name, for metrics that are objects."""
 
     def keep(self, output: Any, target: Any, num_rows: int, num_all_rows: int) -> KeptBatch:
-        """Keep a batch of a split with num_all_rows rows.
-
-        Raises InvalidInputError if all batches of this size would be too large, so the same batch
-        is refused on any number of workers.
-        """
+        """Keep a batch of a split with num_all_rows rows. Raises InvalidInputError if all batches
+        of this size would be too large, so that the error does not depend on the number of
+        workers."""
         if self.keep_of is not None:
             pair = self.keep_of(output, target)
             if not (isinstance(pair, tuple) and len(pair) == 2):
@@ -337,10 +329,8 @@ class OwnMetrics:
     def measured(
         self, split: str, batches: Sequence[KeptBatch], sums: Sums | None = None
     ) -> dict[str, float]:
-        """Compute the metrics of a whole split, by "<split>.<metric>"; none without rows.
-
-        sums: receives the states that may be added to those of others.
-        """
+        """Compute the metrics of a whole split, keyed by "<split>.<metric>"; none without rows.
+        sums: receives the states that may be summed over clients."""
         found: dict[str, float] = {}
         for name, measure in self.measures.items() if batches else ():
             with generators_kept(), user_code(f"measuring {split}"):
@@ -353,8 +343,8 @@ class OwnMetrics:
     def merged(
         self, split: str, states: Sequence[SummedState]
     ) -> tuple[dict[str, float], dict[str, StratagemError]]:
-        """Compute the metrics of these states of a split, each the sum over clients; return them,
-        and the errors of those that cannot be computed, by name."""
+        """Compute the metrics from states summed over clients; return (metrics, errors by name of
+        those that cannot be computed)."""
         found: dict[str, float] = {}
         failed: dict[str, StratagemError] = {}
         for name, make in self.makers.items():
@@ -386,8 +376,8 @@ class OwnMetrics:
 def make_own_metrics(
     spec: EvaluationSpec | None, entrypoints: EntryPoints, numerics: int
 ) -> OwnMetrics | None:
-    """Return the user's own metrics of a job; None where there are none, or by the rules of
-    `numerics` 2 and before."""
+    """Make the user's own metrics of a job; None without any, and under rules before `numerics`
+    3."""
     names = own_names(spec.metrics) if spec is not None and numerics >= 3 else ()
     if spec is None or not names:
         return None
@@ -407,12 +397,12 @@ def make_own_metrics(
 
 
 def own_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the metrics that are the user's own, which are named by entry point."""
+    """Return the names of the user's own metrics, which are entry points, among these."""
     return tuple(name for name in names if ":" in name)
 
 
 def _maker_of(target: Any) -> Callable[[], Any] | None:
-    """Return the maker of a metric object; None for a function of outputs and targets."""
+    """Return a maker of metric objects; None for a function of outputs and targets."""
     if inspect.isclass(target) and _is_updated(target):
         return target
     if _is_updated(target):

@@ -48,18 +48,18 @@ _KEYS: Final = ("loss", "weight", "log")
 
 
 def batch_of(x: Any, y: Any) -> Any:
-    """Return the batch as it was collated: a pair, or any other value."""
+    """Return the batch as it was collated: a pair, or another value."""
     return x if y is None or y is x else (x, y)
 
 
 @dataclass(slots=True)
 class _Watch:
-    """A flag for hooks, which must not refer to the model: a step function is running."""
+    """Notes for hooks that a step function is running; hooks must not refer to the model."""
 
     is_on: bool = False
 
     def hook(self, _: Tensor) -> None:
-        """Run when a parameter has received a gradient."""
+        """Hook for a parameter's gradient, since a step function must not run backward."""
         if self.is_on:
             raise RuntimeError(
                 "a step returns its loss and does not call backward: the gradient would be "
@@ -69,7 +69,7 @@ class _Watch:
 
 @dataclass(frozen=True, slots=True)
 class StepFunction:
-    """The objective of a job with a `step`. predict: (model, batch) -> (output, target)."""
+    """Objective of jobs with a `step` function. predict: (model, batch) -> (output, target)."""
 
     function: Callable[[nn.Module, Any], Any]
     predict: Callable[[nn.Module, Any], Any] | None
@@ -77,13 +77,13 @@ class StepFunction:
     counts_rows: bool = field(default=False, init=False)
     may_log: bool = field(default=True, init=False)
     _names: list[tuple[str, ...]] = field(default_factory=list, init=False)
-    """The names logged by the first micro-batch."""
+    """Names logged by the first micro-batch; later ones must log the same."""
     _watches: WeakKeyDictionary[nn.Module, tuple[_Watch, list[nn.Parameter]]] = field(
         default_factory=WeakKeyDictionary, init=False
     )
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """Compute the loss of a micro-batch."""
+        """Compute the loss of a micro-batch by the step function."""
         watch, params = self._watched(model)
         versions = [param._version for param in params]
         watch.is_on = True
@@ -109,7 +109,7 @@ class StepFunction:
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Compute the loss of a batch, and the result of `predict`."""
+        """Compute the loss of a batch without gradients, and the result of `predict`."""
         batch = batch_of(x, y)
         with noted("the step, beside the model,", batch):
             returned = self.function(model, batch)
@@ -137,7 +137,7 @@ class StepFunction:
 
 @dataclass(frozen=True, slots=True)
 class TurnsObjective:
-    """The objective of a job with turns for evaluations: the sum of the turns' losses."""
+    """Objective of jobs with turns, for evaluation only: the sum of the turns' losses."""
 
     of_turns: Sequence[StepFunction]
     is_users: bool = field(default=True, init=False)
@@ -145,13 +145,13 @@ class TurnsObjective:
     may_log: bool = field(default=True, init=False)
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
-        """Raise an error: each turn has its own objective."""
+        """Raise AssertionError: in training each turn has its own objective."""
         raise AssertionError("a turn is trained by its own objective")
 
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Compute the sum of the turns' losses, a mean over rows."""
+        """Compute the sum of the turns' losses over a batch, as a mean over rows."""
         first, *others = self.of_turns
         found = first.evaluate(model, x, y, num_rows, wants_output=wants_output)
         mean = found.loss.mean
@@ -164,7 +164,7 @@ class TurnsObjective:
 def predicted(
     predict: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any
 ) -> tuple[Any, Any]:
-    """Return (output, target) of a batch. Raises ValueError for any other result."""
+    """Return (output, target) of a batch from `predict`. Raises ValueError for other results."""
     with noted("predict, beside the model,", batch):
         pair = predict(model, batch)
     if not (isinstance(pair, tuple) and len(pair) == 2):
@@ -174,7 +174,7 @@ def predicted(
 
 
 def other_names(names: tuple[str, ...], first: tuple[str, ...]) -> str:
-    """Describe names that differ from those of the first micro-batch."""
+    """Return a text about logged names that differ from those of the first micro-batch."""
     missing = ", ".join(sorted(set(first) - set(names)))
     further = ", ".join(sorted(set(names) - set(first)))
     parts = [f"lacks {missing}" if missing else "", f"has {further} as well" if further else ""]
@@ -200,7 +200,7 @@ def _loss_value(returned: Any, num_rows: int) -> LossValue:
 
 
 def _logged(log: Any, num_rows: int) -> Iterator[Logged]:
-    """Yield the logged numbers, in order of name."""
+    """Yield the logged numbers, sorted by name."""
     if not isinstance(log, Mapping):
         raise ValueError(f"the log of the step is a mapping, not a {type(log).__name__}")
     if len(log) > MAX_LOGGED:
@@ -218,7 +218,7 @@ def _logged(log: Any, num_rows: int) -> Iterator[Logged]:
 
 
 def check_log_name(name: Any) -> None:
-    """Raise ValueError unless a series may have this name."""
+    """Raise ValueError unless the name is allowed for a series."""
     is_name = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(name)
     if not is_name:
         allowed = f"at most {MAX_NAME_CHARS} of A-Z, a-z, 0-9, _ and ., a letter first"
@@ -240,7 +240,7 @@ def _weight(value: Any, what: str) -> float:
 
 
 def make_objective(job: JobSpec, entrypoints: EntryPoints) -> Objective:
-    """Make the objective that a job names."""
+    """Make the objective of a job: a step function, a loss, or the sum over turns."""
     if job.turns is not None:
         return TurnsObjective(step_functions(job, entrypoints))
     if job.step is None:

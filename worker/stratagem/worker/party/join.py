@@ -60,7 +60,7 @@ from stratagem.worker.session.control import MemberView
 
 
 def join(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
-    """Join the party; return this member's trainer and the exchange of this view.
+    """Join the party; return this member's trainer and the exchange under this view.
 
     Raises ExchangeError when a member is lost meanwhile, ViewChanged when the view is no longer the
     current one.
@@ -101,13 +101,13 @@ def _join_replicas(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView)
 
 
 def give_up(work: ExecutionContext, view: MemberView, reason: str) -> None:
-    """Leave an exchange that failed; report it to the coordinator, which looks for the culprit."""
+    """Leave a failed exchange, and report it to the coordinator, which finds the cause."""
     leave(work)
     suspect(work, view, reason)
 
 
 def leave(work: ExecutionContext) -> None:
-    """Give up the exchange; the session holds what it has applied."""
+    """Close the exchange; keep the state with all applied steps."""
     work.control.let_go()
     work.post(work.gradients.close)
     work.holding.leave()
@@ -119,7 +119,7 @@ def leave(work: ExecutionContext) -> None:
 def _meet(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
 ) -> tuple[Link | SharedGroup | None, Members]:
-    """Wait for all members of the view; return the link (for AllReduce) and what they say."""
+    """Wait for all members of the view; return (link, for AllReduce; members' messages)."""
     mine = coordinator_pb2.RendezvousMember(
         applied_step=work.holding.applied_step,
         address=work.host.address,
@@ -189,7 +189,7 @@ def _fragment_exchange(
     trainer: LocalStepsTrainer,
     link: Link | SharedGroup | None,
 ) -> FragmentExchange:
-    """Make a reducer for each fragment; of several, each has a share of the link."""
+    """Make the exchange of replicas with one reducer per fragment; several share the link."""
     fragments = trainer.fragments
     shares = [link] * len(fragments)
     if link is not None and len(fragments) > 1:
@@ -248,7 +248,7 @@ def join_nodes(
     members: Sequence[coordinator_pb2.RendezvousMember],
     link: Link | None,
 ) -> Joined:
-    """Return this member's nodes and the exchange of this view, which takes the link over."""
+    """Return this member's gossip nodes, and their exchange, which owns the link."""
     weights = mixing_weights(work.job, plan.num_shards)
     steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
     is_common = len(steps) == 1 and None not in steps
@@ -267,7 +267,7 @@ def join_nodes(
 
 
 def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]:
-    """Return the weights of each node's neighbours and itself, by the job's topology and seed."""
+    """Return the mixing weights of each node: its neighbours' and its own, by topology and seed."""
     strategy = job.strategy
     aggregation = strategy.aggregation if isinstance(strategy, DataParallel) else None
     if not isinstance(aggregation, Decentralized):
@@ -308,7 +308,7 @@ def _load_node(
 def hold_replicas(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, members: Members
 ) -> LocalStepsTrainer:
-    """Return the trainer of this member's replicas, at the step of all the others'."""
+    """Return the trainer of this member's replicas, at the same step as those of all others."""
     steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
     is_common = len(steps) == 1 and None not in steps
     held = work.holding.trainer

@@ -1,5 +1,4 @@
-"""Join a party whose members hold stages of a model: meet, connect, and load one's part of the
-base.
+"""Join a party whose members hold stages of a model: meet, connect, and load this rank's state.
 
 Members stand replica by replica. There is one rendezvous for all of them; then the ranks of each
 replica are connected for activations, and equal ranks of the replicas, a *column*, for gradients.
@@ -53,12 +52,12 @@ from stratagem.worker.session.control import MemberView
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """This member's place: rank `rank` of the `width` ranks of replica number `replica`."""
+    """This member's position: rank `rank` of `width` ranks in replica `replica`."""
 
     view: MemberView
     width: int
     has_server: bool
-    """The coordinator sums the gradients of a column."""
+    """True if the coordinator sums the gradients of a column."""
 
     @property
     def replica(self) -> int:
@@ -74,7 +73,7 @@ class _Where:
 
 
 def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
-    """Return this worker's stages at the base, and their connections under the view."""
+    """Return this worker's stages, loaded from the base, and their connections under the view."""
     work.holding.drop()
     spec = _spec_of(work.job)
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
@@ -117,7 +116,7 @@ def _connect(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Stag
 
 
 def _form(work: ExecutionContext, where: _Where, spec: ModelParallel) -> StageExchange:
-    """Form the connections; all that others connect to is opened before the rendezvous."""
+    """Form the connections; sockets to which others connect are opened before the rendezvous."""
     exchange = StageExchange(LocalTransport(LocalPost(1), 0))
     rendezvous = partial(_meet, work, where, exchange)
     try:
@@ -178,7 +177,7 @@ def _meet(
 
 
 def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) -> Group:
-    """Return the group of the members of these ranks, of which this member is one."""
+    """Return the group of these ranks' members, which includes this one."""
     party = f"{work.key.party}/{name}".lstrip("/")
     worker_ids = tuple(view.members[peer].worker_id for peer in ranks)
     rank, size = ranks.index(view.rank), len(ranks)
@@ -231,7 +230,7 @@ def _sum_over_replicas(
     runner: StageRunner,
     exchange: StageExchange,
 ) -> None:
-    """Have this rank's gradients added up over the shards, if there are several."""
+    """Set up the sum of this rank's gradients over all shards, if there are several."""
     if plan.num_shards == 1 and not where.has_server:
         return
     buckets = GradientBuckets(runner.params, num_extras=runner.num_extras)

@@ -46,8 +46,8 @@ def meet(
     endpoint: bytes,
     slices: coordinator_pb2.HeldSlices | None = None,
 ) -> Members:
-    """Wait for all members of the view at the rendezvous; return what they say, by rank. slices:
-    what this member says of those that it holds."""
+    """Wait for all members of the view at the rendezvous; return their messages, by rank. slices:
+    the description of the slices that this member holds."""
     request = coordinator_pb2.RendezvousRequest(
         fence=fence_of(view),
         session=session_of(work),
@@ -66,7 +66,7 @@ def meet(
 
 
 def suspect(work: ExecutionContext, view: MemberView, reason: str) -> None:
-    """Report to the coordinator that the exchange of this view failed; it looks for the culprit."""
+    """Report to the coordinator that the view's exchange failed; it looks for the cause."""
     request = coordinator_pb2.SuspectRequest(
         fence=fence_of(view), session=session_of(work), reason=reason[:1000]
     )
@@ -76,7 +76,7 @@ def suspect(work: ExecutionContext, view: MemberView, reason: str) -> None:
 async def _call_rendezvous(
     work: ExecutionContext, request: coordinator_pb2.RendezvousRequest
 ) -> Members:
-    """Ask until all have come. A coordinator that restarts gets the same question again."""
+    """Call the rendezvous until all members have come, also across restarts of the coordinator."""
     backoff = new_backoff()
     while True:
         try:
@@ -106,7 +106,7 @@ def fence_of(view: MemberView) -> types_pb2.Fence:
 
 
 def session_of(work: ExecutionContext) -> types_pb2.SessionRef:
-    """Return the reference by which calls name the session of this execution."""
+    """Return the reference that names this execution's session in calls."""
     return types_pb2.SessionRef(
         run_id=work.key.run_id, party=work.key.party, member=work.key.member
     )
@@ -125,22 +125,20 @@ USABLE: Final = {
     "fragments": ("gloo", "grpc"),
     "native": ("nccl", "gloo"),
 }
-"""Engines by the method that goes over them."""
+"""Engines that support each all-reduce method, by preference."""
 
 
 def form_link(
     work: ExecutionContext, group: Group, method: str, exchange_offers: Rendezvous
 ) -> Link | SharedGroup:
-    """Block until a group is connected by an engine that all of it have and the method can use.
-
-    exchange_offers: gets what this member offers and returns all offers, by rank.
-    """
+    """Connect a group by an engine that all members have and that supports the method; block until
+    done. exchange_offers: sends this member's offer and returns all offers, by rank."""
     engines = work.host.mesh.engines(USABLE[method])
     return form_agreed(place_of(work, group), engines, exchange_offers, form_timeout_s(work))
 
 
 def place_of(work: ExecutionContext, group: Group) -> MemberAddress:
-    """Return this worker's address in the group: host, peer hub and device, as engines need it."""
+    """Return this worker's address in the group as engines need it: host, peer hub and device."""
     host, _ = split_address(work.host.address)
     return MemberAddress(group, work.host.hub, host, work.host.device)
 
@@ -154,7 +152,8 @@ def form_timeout_s(work: ExecutionContext) -> float:
 def closing_on_failure(
     work: ExecutionContext, view: MemberView, connection: Interruptible | None
 ) -> Iterator[None]:
-    """Have a newer view cut the connection, if there is one; close it when the block fails."""
+    """Context manager that lets a newer view cut the connection, and closes the connection if the
+    block fails."""
     if connection is None:
         yield
         return
@@ -175,7 +174,7 @@ def exchange_over(
     num_shards: int,
     compressor: Compressor | None = None,
 ) -> GradientReducer:
-    """Make the exchange that sums by the job's method; it takes the link over."""
+    """Make the exchange for the job's all-reduce method; it takes over the link."""
     return mesh_exchange(
         buckets,
         link,

@@ -47,12 +47,12 @@ _TALLY: Final = "tally"
 _STREAMS: Final = "streams"
 _RECORDED: Final = "recorded"
 _ROWS: Final = "history/rows"
-"""The tensor with the rows that were recorded of the segment; no part of any saved state."""
+"""Name of the tensor with the recorded rows of the segment; it is not part of saved states."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentSums:
-    """The sums of the segment so far that a state was sent with, and what goes with them."""
+    """The sums of the segment so far, and further data sent along with a live state."""
 
     tally: str
     marks: str
@@ -60,7 +60,7 @@ class SegmentSums:
     rows: Tensor | None
 
     def take(self, work: ExecutionContext, trainer: Trainer) -> None:
-        """Go on with them."""
+        """Continue the segment with these sums."""
         trainer.add_stream_marks(marks_of(self.marks))
         tally = Tally(**json.loads(self.tally)) if self.tally else Tally()
         work.holding.begin_sums(work.segment)
@@ -71,12 +71,12 @@ class SegmentSums:
 
 
 def marks_of(text: str) -> dict[int, str]:
-    """Return the marks of streams of rows that a text says."""
+    """Decode the read positions (marks) of streams."""
     return {int(number): mark for number, mark in json.loads(text).items()}
 
 
 def take_sums(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> SegmentSums:
-    """Take what `beside` has put into the metadata of a state out of them."""
+    """Remove the data added by `beside` from a state's metadata and tensors; return them."""
     marks = metadata.pop(_STREAMS, "{}")
     return SegmentSums(
         metadata.pop(_TALLY, ""), marks, metadata.pop(_RECORDED, ""), tensors.get(_ROWS)
@@ -84,20 +84,20 @@ def take_sums(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Segmen
 
 
 def _recorder(recorded: str, rows: Tensor) -> Recorder:
-    """Go on with the recording of the member that the state is from, all of the segment's rows."""
+    """Continue the sender's recording, which has all rows of the segment so far."""
     stride, from_step = json.loads(recorded)
     return Recorder.going_on(stride, from_step, unpack(rows.numpy().tobytes()))
 
 
 def held(work: ExecutionContext) -> Trainer | None:
-    """Return the trainer of the session, which is that of a model that all members share."""
+    """Return the session's trainer, which must be one of a model that all members hold."""
     trainer = work.holding.trainer
     assert trainer is None or isinstance(trainer, Trainer)  # as the job's strategy says
     return trainer
 
 
 def load_base(work: ExecutionContext, base: pb.StateRef, share: StateShare | None) -> Trainer:
-    """Make the base the state that the session holds."""
+    """Load the base state into the session."""
     if base.digest:
         trainer = load(work, *work.base_state(base), share)
     else:
@@ -113,7 +113,7 @@ def load(
     metadata: Mapping[str, str],
     share: StateShare | None = None,
 ) -> Trainer:
-    """Make a state the one that the session holds. A trainer that fails to load is not kept."""
+    """Load a state into the session. If loading fails, the trainer is dropped."""
     failpoint("worker.state.received")
     trainer = held(work)
     if trainer is None or trainer.job != work.job or trainer.share != share:
@@ -126,7 +126,7 @@ def load(
 
 
 def copy_from(work: ExecutionContext, view: MemberView, address: str) -> Trainer:
-    """Take over the live state of another member, and the sums of the segment so far."""
+    """Copy the live state of another member, and the sums of the segment so far."""
     tensors, metadata = pull_live(work, view, address)
     sums = take_sums(metadata, tensors)
     trainer = load(work, tensors, metadata)
@@ -137,7 +137,7 @@ def copy_from(work: ExecutionContext, view: MemberView, address: str) -> Trainer
 def pull_live(
     work: ExecutionContext, view: MemberView, address: str
 ) -> tuple[Mapping[str, Tensor], dict[str, str]]:
-    """Fetch what another member has frozen for this membership. Raises ExchangeError."""
+    """Fetch the state that another member offers for this membership. Raises ExchangeError."""
     try:
         return work.control.wait(_pull(work, view, address), view.membership)
     except StratagemError as error:  # the donor is gone, or no longer offers
@@ -172,14 +172,14 @@ def _from(request: pb.GetStateRequest, offset: int) -> pb.GetStateRequest:
 
 
 def offer_whole(work: ExecutionContext, view: MemberView, trainer: Trainer) -> None:
-    """Offer all that this member holds to members that are behind."""
+    """Offer this member's whole state to members that are behind."""
     tensors, metadata = trainer.copy_state()
     further, texts = beside(work, trainer)
     offer(work, view, {**tensors, **further}, {**metadata, **texts})
 
 
 def beside(work: ExecutionContext, trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (tensors, metadata) that go with a state to a member that goes on with the segment."""
+    """Return (tensors, metadata) to be sent along with a state, for continuing the segment."""
     sums = replace(work.holding.tally)
     for report in work.holding.late:
         sums.add(report)
@@ -201,7 +201,7 @@ def offer(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Freeze what others may fetch under this membership; dropped after the next step."""
+    """Freeze a state that others may fetch under this membership until the next step."""
     work.holding.is_offering = True
     work.post(work.states.set_live, view.membership, freeze(tensors, metadata))
 
@@ -219,7 +219,7 @@ _AVERAGE_IS_DUE: Final = "average is due"
 
 
 def held_slices(work: ExecutionContext) -> HeldSlices | None:
-    """Return what this member says of its slices at a rendezvous; None where it has no mirror."""
+    """Return the description of this member's slices for a rendezvous; None without a mirror."""
     trainer = work.holding.trainer
     if not isinstance(trainer, Trainer) or trainer.pieces is None or trainer.share is None:
         return None
@@ -247,7 +247,7 @@ def agree_on_slices(
     members: Members,
     share: StateShare,
 ) -> Trainer:
-    """Bring this member to the newest state of the party, or to the base if nobody holds one."""
+    """Bring this member to the party's newest divided state, or to the base if there is none."""
     survival = survival_of(members, plan.base.step)
     if survival is None:
         work.holding.kept_slices = None
@@ -271,7 +271,7 @@ def _held(work: ExecutionContext) -> Trainer:
 
 
 def _are_as_before(members: Members, survival: Survival, share: StateShare) -> bool:
-    """Return True where all members have what they had, at the same step and whole."""
+    """Return whether all members still hold complete slices of the same step as before."""
     return (
         share.is_mirrored
         and len(survival.holders) == len(members)
@@ -288,7 +288,7 @@ def _gathered(
     survival: Survival,
     share: StateShare,
 ) -> Trainer:
-    """Give what this member is asked for, take what all give, and keep the own share of it."""
+    """Send the slices that others need from here, receive all others, and load the own share."""
     me, given = view.rank, dict[int, State]()
     kept = _kept(work, survival, members, me)
     if kept is not None and me in survival.givers:
@@ -318,7 +318,7 @@ def _gathered(
 def _kept(
     work: ExecutionContext, survival: Survival, members: Members, me: int
 ) -> KeptSlices | None:
-    """Return copies of what this member has of the division; None where that is nothing."""
+    """Return copies of this member's slices of the division; None if it has none."""
     if me in survival.keepers:
         return work.holding.kept_slices
     if me not in survival.holders:
@@ -337,7 +337,7 @@ def _kept(
 
 
 def _come_to(work: ExecutionContext, survival: Survival) -> None:
-    """Apply the step that others have applied, if this member has not."""
+    """Apply the step that others have applied, if this member has not yet."""
     trainer = _held(work)
     if trainer.step < survival.step:
         report = trainer.finish_step_in_doubt(survival.grad_norm, is_finite=survival.is_finite)
@@ -345,7 +345,7 @@ def _come_to(work: ExecutionContext, survival: Survival) -> None:
 
 
 def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
-    """Return a copy of the slice that this member holds, or mirrors."""
+    """Return a copy of this member's slice; of_mirror: of the mirrored one."""
     assert trainer.pieces is not None
     tensors, numbers = trainer.pieces.slices(trainer.model, of_mirror=of_mirror)
     return state_format.copied(tensors), state_format.state_metadata(trainer.step, numbers)
@@ -354,7 +354,7 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
 def _gift(
     work: ExecutionContext, survival: Survival, kept: KeptSlices, members: Members, me: int
 ) -> State:
-    """Return what this member gives to the others: copies, which do not change."""
+    """Return copies of the slices, and as donor of the rest, that this member gives to others."""
     tensors, metadata = kept.given(survival.slices_of(me))
     if me != survival.donor:
         return tensors, metadata
@@ -367,7 +367,7 @@ def _gift(
 
 
 def _joined(given: Sequence[State], by_donor: State) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the whole state, of which each gives slices and the donor the rest."""
+    """Return the whole state, joined from slices and from the donor's undivided rest."""
     rest = {name: tensor for name, tensor in by_donor[0].items() if not _is_slice(name)}
     whole = state_format.copied(rest)  # what is offered must not change
     slices: dict[SliceName, Tensor] = {}
@@ -389,8 +389,7 @@ def _is_slice(name: str) -> bool:
 
 
 def _put_parameter(whole: dict[str, Tensor], where: ParameterSlice, part: Tensor) -> None:
-    """Put a slice of a parameter in its place; the donor has given no such parameter where they are
-    divided."""
+    """Copy a slice of a parameter to its position in the whole parameter, made if it is missing."""
     if where.whole not in whole:
         whole[where.whole] = torch.empty(where.shape, dtype=part.dtype)
     _copy_in(whole[where.whole], where.first, part)
@@ -420,8 +419,8 @@ def _put(
 def agree_on_state(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, members: Members
 ) -> Trainer:
-    """Bring this member to the newest state of the party, or to the base if no member holds one;
-    return its trainer."""
+    """Bring this member to the party's newest state, or to the base if no member holds one; return
+    its trainer."""
     trainer = _newest_or_base(work, plan, view, members)
     if plan.base.streams:  # it may have got streams that others have read so far
         trainer.add_stream_marks(marks_of(plan.base.streams))
@@ -457,8 +456,8 @@ def _newest_or_base(
 
 
 def share_of(work: ExecutionContext, view: MemberView) -> StateShare | None:
-    """Return which slice of the optimizer's state this member keeps under the view; None where each
-    keeps all of it."""
+    """Return the slice of the optimizer's state that this member keeps under the view; None for all
+    of it."""
     strategy = work.job.strategy
     if not partitions_state(strategy):
         return None

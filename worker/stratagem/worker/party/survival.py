@@ -1,4 +1,4 @@
-"""Decide which members of a party can give which slices of the state that they have divided.
+"""Decide which members of a party give which slices of a divided state after members were lost.
 
 Pure: decided from what all members say at a rendezvous, by each of them alike.
 """
@@ -12,22 +12,22 @@ from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMembe
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """The parts of a division of the state that the members of a party have."""
+    """A complete set of slices that survives among the members, and who gives each."""
 
     membership: int
-    """The membership at which the state was divided so."""
+    """The membership at which the state was divided."""
     step: int
     holders: frozenset[int]
-    """The members that hold something of it after that step, or can."""
+    """The members that hold a slice after this step, or can finish the step late."""
     keepers: frozenset[int]
-    """The members that have kept copies of it, and hold what it was divided into since."""
+    """The members that have kept copies of their slices, but hold those of a newer division."""
     sources: tuple[int, ...]
     """The member that gives each slice."""
     donor: int
-    """The member that gives what all of them have."""
+    """The member that gives the state that is not divided."""
     grad_norm: float
     is_finite: bool
-    """Norm and finiteness are those of that step, as the donor says."""
+    """True if the step's gradient was finite; like the norm, as the donor reports it."""
 
     def slices_of(self, rank: int) -> list[int]:
         """Return the slices that this member gives."""
@@ -88,8 +88,8 @@ def _survival(
     kept: Mapping[int, KeptSlices],
     late: Container[int],
 ) -> Survival:
-    """Return what is left of one division; late: who has finished its latest step late. Raises
-    SoleCopyLostError where that is not all of it."""
+    """Return the survival of one division at one step. late: members that finish the step late.
+    Raises SoleCopyLostError if a slice or the undivided state is lost."""
     holders = {rank: each for rank, each in held.items() if _can_be_at(each, step)}
     keepers = {rank: each for rank, each in kept.items() if each.step == step}
     sizes = [each.slices.size for each in held.values()] + [each.size for each in kept.values()]

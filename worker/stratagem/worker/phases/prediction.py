@@ -23,8 +23,8 @@ _LEAST_DETERMINANT = 1e-10
 
 
 def coefficients(spec: PredictorSpec, steps: Sequence[int], target: int) -> list[float]:
-    """Return one coefficient per gradient. steps: when they were computed, ascending; target: the
-    step to predict.
+    """Return one coefficient per gradient. steps: of the gradients, ascending; target: the step to
+    predict.
 
     One gradient alone is carried on as it is. Raises ValueError without gradients, for steps that
     do not ascend, and for a target that is not ahead.
@@ -42,7 +42,7 @@ def coefficients(spec: PredictorSpec, steps: Sequence[int], target: int) -> list
 
 
 def _followed(damping: float, ahead: int) -> float:
-    """Step that a slope is followed for."""
+    """Return the damped number of steps for which a slope is followed: d + d² + … + d^ahead."""
     total, power = 0.0, 1.0
     for _ in range(ahead):
         power *= damping
@@ -51,7 +51,7 @@ def _followed(damping: float, ahead: int) -> float:
 
 
 def _momentum(steps: Sequence[int], followed: float) -> list[float]:
-    """The last gradient plus the last difference per step, followed."""
+    """Return the coefficients that extrapolate by the last difference per step."""
     if len(steps) == 1:
         return [1.0]
     share = followed / (steps[-1] - steps[-2])
@@ -59,7 +59,7 @@ def _momentum(steps: Sequence[int], followed: float) -> list[float]:
 
 
 def _least_squares(steps: Sequence[int], decay: float, followed: float) -> list[float]:
-    """Line b + v·t through the gradients at t = step − newest step, weights decay^(−t)."""
+    """Return coefficients of the line fit b + v·t, t = step − newest step, weights decay^(−t)."""
     times = [float(step - steps[-1]) for step in steps]
     weights = [decay**-time for time in times]
     s0 = sum(weights)
@@ -82,11 +82,11 @@ def _least_squares(steps: Sequence[int], decay: float, followed: float) -> list[
 # in float64 in an order that torch's thread count fixes, as in clipping.
 
 MAX_RELATIVE_ERROR = 1e9
-"""Stands for every error above it: a number that JSON has."""
+"""The value reported for every larger error, since JSON has no infinity."""
 
 
 def flat_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Return the dtype that holds gradients of all of these."""
+    """Return the dtype that can hold gradients of all these dtypes."""
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
@@ -96,7 +96,7 @@ def norm(flat: Tensor) -> float:
 
 
 def quality(exact: Tensor, predicted: Tensor) -> Quality:
-    """Compare a prediction with the gradient that came out; both (N,).
+    """Compare a prediction with the exact gradient; both (N,).
 
     The cosine follows from three norms by the law of cosines. Two gradients of zero agree.
     """
@@ -114,28 +114,27 @@ def quality(exact: Tensor, predicted: Tensor) -> Quality:
 
 
 class GradientHistory:
-    """The last exact gradients with the steps they are of, and predictions from them."""
+    """The last exact gradients with their steps, from which later ones are predicted."""
 
     def __init__(self, spec: PredictorSpec, trust: float) -> None:
         self._spec, self._trust = spec, trust
         self._capacity = spec.history if spec.kind == "wls" else 2
         self.steps: list[int] = []
         self.gradients: list[Tensor] = []
-        """(N,) each; oldest first."""
+        """The gradients, (N,) each, oldest first."""
         self._last_norm: float | None = None  # until a prediction asks
 
     def record(self, step: int, gradient: Tensor) -> None:
-        """Take the exact gradient (N,) of this step over, uncopied; steps ascend."""
+        """Add the exact gradient (N,) of a step, without a copy; steps must ascend."""
         if self.steps and step <= self.steps[-1]:
             raise ValueError(f"step {step} comes after step {self.steps[-1]}")
         self.replace([*self.steps, step], [*self.gradients, gradient])
 
     def predict(self, step: int) -> Tensor:
-        """Return the predicted gradient (N,) of a step after the last recorded one, as a new
-        tensor.
+        """Return the predicted gradient (N,) of a later step, as a new tensor.
 
-        Its norm is at most `trust` times that of the last exact gradient: where the line has left
-        that region it is shortened, its direction stays.
+        Its norm is limited to `trust` times the norm of the last exact gradient; the direction is
+        kept.
         """
         shares = coefficients(self._spec, self.steps, step)
         total = self.gradients[0] * shares[0]
@@ -147,8 +146,8 @@ class GradientHistory:
         return total.mul_(limit / length) if length > limit else total
 
     def replace(self, steps: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Take these gradients in place of its own, oldest first; keeps the newest ones where
-        there are more than it has room for."""
+        """Replace all gradients, given oldest first; only the newest are kept if there are too
+        many."""
         kept = slice(-self._capacity, None)
         self.steps, self.gradients = list(steps)[kept], list(gradients)[kept]
         self._last_norm = None

@@ -38,7 +38,7 @@ _LEAST_DEVIATION: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LossSummary:
-    """Statistics of all losses kept. variance: of the population."""
+    """Statistics of all kept losses. variance: of the population."""
 
     mean: float
     variance: float
@@ -49,27 +49,27 @@ class LossSummary:
 
 
 class Rise(NamedTuple):
-    """A rise of the mean loss between two neighbouring windows."""
+    """A rise of the mean loss from one window of steps to the next."""
 
     window: int
-    """Losses in each."""
+    """Number of losses in each window."""
     change: float
-    """(newer − older) / |older| of their means."""
+    """(newer − older) / |older| of the windows' means."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossHistory:
-    """Losses, oldest first; at most `capacity` of them."""
+    """The latest losses, oldest first; at most `capacity` of them."""
 
     losses: tuple[float, ...] = ()
     capacity: int = MAX_LOSSES
 
     def recorded(self, loss: float) -> "LossHistory":
-        """Return the history with one more loss, and without the oldest if there is no room."""
+        """Return the history with one more loss; the oldest is dropped if there is no room."""
         return LossHistory((*self.losses, loss)[-self.capacity :], self.capacity)
 
     def summary(self) -> LossSummary | None:
-        """Return the statistics of all losses; None without losses."""
+        """Return the statistics of all losses; None if there are none."""
         if not self.losses:
             return None
         variance = statistics.pvariance(self.losses)
@@ -87,16 +87,19 @@ class LossHistory:
         return mean(self.losses[-window:]) if len(self.losses) >= window else None
 
     def change(self, window: int) -> float | None:
-        """Return (newer − older) / |older| of the means of the last two windows; None while there
-        are fewer losses. An older mean of zero counts as the least positive number."""
+        """Return (newer − older) / |older| of the last two windows' means; None if there are too
+        few losses.
+
+        An older mean of zero counts as the smallest positive number.
+        """
         if len(self.losses) < 2 * window:
             return None
         older, newer = mean(self.losses[-2 * window : -window]), mean(self.losses[-window:])
         return _relative(newer - older, older)
 
     def is_converging(self, threshold: float) -> bool:
-        """Return whether the mean of the newer half is below that of the older by more than this
-        share of it."""
+        """Return whether the mean of the newer half is lower than that of the older half by more
+        than this share."""
         change = self.change(len(self.losses) // 2) if len(self.losses) >= 2 else None
         return change is not None and -change > threshold
 
@@ -105,12 +108,11 @@ class LossHistory:
         return self.rise(window, DIVERGENCE_SHARE, numerics) is not None
 
     def rise(self, window: int, share: float, numerics: int = CURRENT) -> Rise | None:
-        """Return the rise between two neighbouring windows if it is more than this share; None
-        otherwise.
+        """Return the rise between the last two windows if it exceeds `share`, else None.
 
-        By the rules of `numerics` 2 longer windows are looked at, too, and halves of what there is,
-        for what rises slowly: there the rise must be more than twice its standard error, and
-        continue in the last windows at half its speed at least.
+        From `numerics` 2 on, longer windows and halves are checked, too, to find slow rises: such a
+        rise must exceed twice its standard error, and continue in the last windows at half its
+        speed or more.
         """
         change = self.change(window)
         if change is not None and change > share:
@@ -138,8 +140,8 @@ class LossHistory:
         return high - low > SIGNIFICANT_ERRORS * error
 
     def is_spike(self, window: int) -> bool:
-        """Return whether the newest loss is more than three deviations above the mean of the
-        `window` before it."""
+        """Return whether the newest loss is more than three standard deviations above the mean of
+        the `window` before it."""
         baseline = self.losses[-window - 1 : -1]
         if len(baseline) < max(window, 2):
             return False
@@ -157,7 +159,7 @@ class LossHistory:
 
 
 def mean(losses: Sequence[float]) -> float:
-    """Return the exactly rounded sum divided by the count: independent of how it is added up."""
+    """Return the exactly rounded mean, which does not depend on the order of addition."""
     return math.fsum(losses) / len(losses)
 
 
@@ -173,11 +175,11 @@ def _relative(difference: float, base: float) -> float:
 # in the intended direction or not at all, within limits that follow from the job.
 
 FALL_SHARE: Final = 0.05
-"""A fall by more than this share of |loss| is a fall."""
+"""A change by more than this negative share of |loss| counts as a fall."""
 
 
 class Lengths(NamedTuple):
-    """The lengths of the phases of a cycle, in steps."""
+    """The numbers of full and predicted steps in a cycle."""
 
     full: int
     predict: int
@@ -190,8 +192,8 @@ def configured(spec: PhasesSpec) -> Lengths:
 def adapted(
     lengths: Lengths, losses: LossHistory, spec: PhasesSpec, numerics: int = CURRENT
 ) -> Lengths:
-    """Return the lengths of the next cycle: more exact steps after a rise of the loss, more
-    predicted ones after a fall."""
+    """Return the next cycle's lengths: more exact steps if the loss rises, more predicted ones if
+    it falls."""
     if not spec.adaptive.enabled:
         return lengths
     window = spec.adaptive.window
@@ -208,8 +210,8 @@ def adapted(
 
 
 def after_failed_check(lengths: Lengths, spec: PhasesSpec) -> Lengths:
-    """Return lengths with half as many predicted steps: the last ones led to where the prediction
-    was wrong."""
+    """Return lengths with half as many predicted steps, since a check has found wrong
+    predictions."""
     if not spec.adaptive.enabled:
         return lengths
     return lengths._replace(predict=_shorter_predict(lengths, spec, 0.5))
@@ -232,7 +234,7 @@ def _tenth(length: int) -> int:
 # ---- Schedule ----
 
 NUM_LOSSES: Final = 100
-"""Kept of each phase."""
+"""Number of losses kept per phase."""
 
 
 class TrainingPhase(StrEnum):
@@ -242,13 +244,12 @@ class TrainingPhase(StrEnum):
 
     @property
     def is_exact(self) -> bool:
-        """True if a step of this phase computes its gradient."""
+        """True if steps of this phase compute their gradient."""
         return self is not TrainingPhase.PREDICT
 
 
 class Quality(NamedTuple):
-    """The quality of a prediction p against the gradient a that came out: ‖a − p‖ / ‖a‖, and the
-    cosine."""
+    """The quality of a prediction p of the gradient a: relative error ‖a − p‖ / ‖a‖, and cosine."""
 
     relative_error: float
     cosine: float
@@ -259,7 +260,7 @@ class Quality(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The number of steps that have ended, by phase."""
+    """Number of finished steps per phase."""
 
     full: int = 0
     predict: int = 0
@@ -275,38 +276,38 @@ NO_STEPS: Final = Counts()
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of the schedule between two steps, or inside one when `is_open`."""
+    """The state of the schedule between two steps, or within a step if `is_open`."""
 
     lengths: Lengths
-    """The lengths of the present cycle; adaptation moves them."""
+    """The lengths of the present cycle, changed by adaptation."""
     phase: TrainingPhase = TrainingPhase.FULL
-    """The phase of the open step, or of the last one."""
+    """The phase of the open step, or of the last one if no step is open."""
     is_open: bool = False
     has_changed: bool = True
-    """True if the phase of the open (or last) step differs from that of the step before."""
+    """True if this phase differs from that of the step before."""
     num_full: int = 0
-    """Full steps in this cycle that have ended."""
+    """Number of finished Full steps in this cycle."""
     num_predicted: int = 0
-    """Predict steps in this cycle that have ended."""
+    """Number of finished Predict steps in this cycle."""
     num_since_exact: int = 0
-    """Predict steps since the last exact gradient."""
+    """Number of Predict steps since the last exact gradient."""
     may_predict: bool = False
     """True if the latest check of predictions passed."""
     cycle: int = 0
     counts: Counts = NO_STEPS
     num_refused: int = 0
-    """Cycles that stayed in FULL, as the back-test failed or the loss diverged."""
+    """Number of cycles without predictions, because the back-test failed or the loss diverged."""
     num_fallbacks: int = 0
-    """Corrections after which the cycle was given up."""
+    """Number of corrections after which a cycle was given up."""
     last_check: Quality | None = None
     last_loss: float | None = None
-    """The loss of the last exact step."""
+    """The loss of the last exact step; None before the first."""
     full_losses: LossHistory = field(default_factory=lambda: LossHistory(capacity=NUM_LOSSES))
     correct_losses: LossHistory = field(default_factory=lambda: LossHistory(capacity=NUM_LOSSES))
 
     @property
     def total_step(self) -> int:
-        """Step that have ended."""
+        """Number of finished steps."""
         return self.counts.total
 
 
@@ -315,12 +316,12 @@ class PhaseError(RuntimeError):
 
 
 def initial(spec: PhasesSpec) -> State:
-    """Return the state before the first step, to which a reset returns too."""
+    """Return the state before the first step."""
     return State(configured(spec))
 
 
 def begin(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> State:
-    """Return the state with a step open; the same state when one is open already."""
+    """Open the next step and return the state; the same state if a step is open already."""
     if state.is_open:
         return state
     phase = _next_phase(state, spec)
@@ -340,11 +341,11 @@ def end(
     checks: tuple[Quality, ...] = (),
     numerics: int = CURRENT,
 ) -> State:
-    """Return the state after the open step.
+    """Close the open step and return the state.
 
-    loss: the mean over the global batch of an exact step; a predicted one has none. checks: how
-    predictions of this step's gradient compare with it; see `check_due` and `back_test_due`.
-    Raises PhaseError when no step is open or the arguments do not fit the phase.
+    loss: mean over the global batch in an exact step; a predicted step has none. checks: quality of
+    predictions of this step's gradient; see `check_due` and `back_test_due`. Raises PhaseError if
+    no step is open or the arguments do not fit the phase.
     """
     if not state.is_open:
         raise PhaseError("end_step without begin_step")
@@ -371,19 +372,19 @@ def end(
 
 
 def needed_full_steps(state: State, spec: PhasesSpec) -> int:
-    """Return the number of Full steps of the present cycle; the first one is preceded by the
-    warm-up."""
+    """Return the number of Full steps in the present cycle; the first cycle has the warm-up,
+    too."""
     return state.lengths.full + (spec.warmup_steps if state.cycle == 0 else 0)
 
 
 def check_due(state: State) -> bool:
-    """Return whether the open step is the first exact one after predicted ones."""
+    """Return whether the open step is the first exact one after predictions."""
     return state.is_open and state.phase.is_exact and state.num_since_exact > 0
 
 
 def back_test_due(state: State, spec: PhasesSpec) -> bool:
-    """Return whether PREDICT may follow the open Full step, if its gradient could have been
-    predicted."""
+    """Return whether the open Full step is the last one of its cycle, whose gradient the back-test
+    compares with a prediction."""
     is_last = state.num_full + 1 == needed_full_steps(state, spec)
     return (
         state.is_open
@@ -394,14 +395,13 @@ def back_test_due(state: State, spec: PhasesSpec) -> bool:
 
 
 def horizon(state: State, spec: PhasesSpec) -> int:
-    """Return how many steps ahead the back-test predicts: as far as predictions will reach, if the
-    Full steps leave room for a line before."""
+    """Return how many steps ahead the back-test predicts: as far as later predictions reach, if
+    there are enough Full steps."""
     return max(1, min(spec.correct_every, state.lengths.predict, state.lengths.full - 2))
 
 
 def forecast_due(state: State, spec: PhasesSpec) -> bool:
-    """Return whether the gradient of the last Full step is to be predicted from here, after the
-    open step's gradient is known."""
+    """Return whether the back-test predicts the last Full step's gradient after the open step."""
     ahead = needed_full_steps(state, spec) - (state.num_full + 1)
     is_here = ahead == horizon(state, spec) and state.phase is TrainingPhase.FULL
     return state.is_open and is_here and state.lengths.predict > 0
@@ -477,7 +477,7 @@ def _end_correct(closed: State, spec: PhasesSpec, loss: float, passed: bool) -> 
 
 
 def dump_state(state: State) -> str:
-    """Return the state as compact JSON; equal states, equal text."""
+    """Encode the state as compact JSON; equal states give equal texts."""
     plain = asdict(state)
     for name in ("full_losses", "correct_losses"):
         plain[name] = list(getattr(state, name).losses)
@@ -485,8 +485,7 @@ def dump_state(state: State) -> str:
 
 
 def load_state(text: str) -> State:
-    """Return the state of a text that `dump_state` wrote. Raises InvalidInputError for any
-    other."""
+    """Decode a state from `dump_state`. Raises InvalidInputError for other texts."""
     try:
         return _read(json.loads(text))
     except (ValueError, TypeError, KeyError) as error:

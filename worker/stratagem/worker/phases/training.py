@@ -54,20 +54,20 @@ from stratagem.worker.phases.schedule import (
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds measured in this process since it loaded its state; sums over `counts` steps."""
+    """Seconds measured in this process since it loaded its state, as sums over `counts` steps."""
 
     counts: Counts = NO_STEPS
     forward: float = 0.0
     backward: float = 0.0
     exact: float = 0.0
-    """Whole Full and Correct steps."""
+    """Duration of Full and Correct steps."""
     predicted: float = 0.0
-    """Whole Predict steps."""
+    """Duration of Predict steps."""
 
     def with_exact(
         self, phase: TrainingPhase, *, forward: float, backward: float, whole: float
     ) -> "Seconds":
-        """Return the sums with one more exact step."""
+        """Return the sums including one more exact step."""
         full, predict, correct = self.counts
         counts = Counts(
             full + (phase is TrainingPhase.FULL),
@@ -83,31 +83,31 @@ class Seconds:
         )
 
     def with_predicted(self, whole: float) -> "Seconds":
-        """Return the sums with one more Predict step."""
+        """Return the sums including one more Predict step."""
         counts = self.counts._replace(predict=self.counts.predict + 1)
         return replace(self, counts=counts, predicted=self.predicted + whole)
 
     @property
     def cost_speedup(self) -> float:
-        """The speed-up by the cost model."""
+        """The speed-up by phase training according to the cost model."""
         passes = self.forward + self.backward
         return _speedup(self.counts, passes, self.predicted)
 
     @property
     def wall_speedup(self) -> float:
-        """The speed-up by the clock."""
+        """The speed-up by phase training according to the clock."""
         return _speedup(self.counts, self.exact, self.predicted)
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of a run so far. `average_losses` lacks the phases without a loss; PREDICT never
-    has one."""
+    """Statistics of a run so far. `average_losses` has no entries for phases without a loss, such
+    as PREDICT."""
 
     counts: Counts
     cycles: int
     full_steps: int
-    """Present length of the phase."""
+    """The present number of Full steps per cycle."""
     predict_steps: int
     num_refused: int
     num_fallbacks: int
@@ -126,12 +126,12 @@ class Statistics:
 
 
 def step_ratio(counts: Counts) -> float:
-    """Return all steps per exact one; 1 before the first step."""
+    """Return the number of steps per exact step; 1 before the first step."""
     return counts.total / max(counts.full + counts.correct, 1) if counts.total else 1.0
 
 
 def statistics_of(state: State) -> Statistics:
-    """Return the statistics of a state, which are the same on all replicas."""
+    """Return the statistics of a state, equal on all replicas."""
     histories = {TrainingPhase.FULL: state.full_losses, TrainingPhase.CORRECT: state.correct_losses}
     return Statistics(
         counts=state.counts,
@@ -147,8 +147,10 @@ def statistics_of(state: State) -> Statistics:
 
 
 def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[str, float]:
-    """Return the trends of the losses of FULL steps, by name; the same on all replicas. A trend
-    that takes more losses than there are is absent."""
+    """Return the trends of the losses of FULL steps, by name, equal on all replicas.
+
+    A trend is left out while there are too few losses for it.
+    """
     losses, window = state.full_losses, spec.adaptive.window
     trends = {
         "full_loss": losses.rolling_average(window),
@@ -164,8 +166,7 @@ def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[s
 
 
 def news_of(before: State, after: State, spec: PhasesSpec, numerics: int = CURRENT) -> str:
-    """Return a sentence for people when the loss has begun to diverge, or has settled; ""
-    otherwise."""
+    """Return a sentence for people if the loss has begun to diverge, or has settled; else ""."""
     if before.full_losses is after.full_losses:
         return ""
     window = spec.adaptive.window
@@ -202,7 +203,7 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
 class PhaseTraining:
-    """The phases of one replica's training. Used by one thread."""
+    """Schedule, gradient history and statistics of one replica. Used by one thread."""
 
     def __init__(self, spec: PhasesSpec, params: NamedParams, numerics: int = CURRENT) -> None:
         self._spec, self._numerics = spec, numerics
@@ -216,7 +217,7 @@ class PhaseTraining:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; lengths are the configured ones again."""
+        """Forget all losses and gradients; lengths are as configured again."""
         self._state: State = schedule.initial(self._spec)
         self._history = GradientHistory(self._spec.predictor, self._spec.trust)
         self._forecast: tuple[int, Tensor] | None = None
@@ -225,12 +226,12 @@ class PhaseTraining:
 
     @property
     def phase(self) -> TrainingPhase:
-        """The phase of the next step; the same for any number of calls."""
+        """The phase of the next step; it does not change until the step ends."""
         return self._opened.phase
 
     @property
     def is_check_due(self) -> bool:
-        """True if the next step is the first exact one after predicted ones."""
+        """True if the next step is the first exact one after predictions."""
         return schedule.check_due(self._opened)
 
     @property
@@ -245,7 +246,7 @@ class PhaseTraining:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics for people; the speed-ups are this process's."""
+        """Metrics for people; speed-ups are those measured in this process."""
         return {
             "step_ratio": self.statistics.step_ratio,
             "cost_speedup": self.seconds.cost_speedup,
@@ -255,17 +256,17 @@ class PhaseTraining:
         }
 
     def take_news(self) -> list[str]:
-        """Return the sentences for people since the last call."""
+        """Return the sentences for people that are new since the last call."""
         news, self._news = self._news, []
         return news
 
     def take(self, gradients: Sequence[Tensor | None], loss: float) -> None:
-        """End an exact step. gradients: the mean over the global batch by parameter, before
-        clipping, None where no row reached it; loss likewise.
+        """End an exact step, possibly correcting its gradients in place.
 
-        In a correction whose prediction was good, correction_weight · (exact − predicted) is added
-        to the gradients in place. Raises PhaseError in a Predict step, ValueError when parameters
-        are missing or have another shape.
+        gradients: per parameter the mean over the global batch, before clipping, None if no row
+        reached it. loss: mean over the batch. In a correction after good predictions,
+        correction_weight · (exact − predicted) is added. Raises PhaseError in a Predict step,
+        ValueError if parameters are missing or have another shape.
         """
         opened, step = self._opened, self._state.total_step
         if not opened.phase.is_exact:
@@ -292,8 +293,8 @@ class PhaseTraining:
         self._state = closed
 
     def predict(self) -> list[Tensor | None]:
-        """Gradients by parameter of a Predict step, in tensors of its own that the caller may
-        change; None where the last exact step had none. Call `end_predicted` once applied."""
+        """Return the predicted gradient of each parameter, as new tensors; None if the last exact
+        step had none. Call `end_predicted` after the update."""
         if self._opened.phase.is_exact:
             raise PhaseError(f"a {self._opened.phase} step computes its gradient")
         flat = self._history.predict(self._state.total_step)
@@ -309,7 +310,7 @@ class PhaseTraining:
         self._state = schedule.end(self._opened, self._spec)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return (live tensors by name, metadata): all that later steps depend on."""
+        """Return (live tensors by name, metadata) on which later steps depend."""
         named = enumerate(self._history.gradients)
         tensors = {f"{_GRADIENT}{index}": gradient for index, gradient in named}
         tensors[_REACHED] = torch.tensor(self._reached)
@@ -323,7 +324,7 @@ class PhaseTraining:
         return tensors, {_SCHEDULE: dump_state(self._state), _HISTORY: json.dumps(history)}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continue from what `state` gave; from the beginning where the state has no phases."""
+        """Load the result of `state`; a state without phases resets to the beginning."""
         self.reset()
         if _SCHEDULE not in metadata:
             return
@@ -344,7 +345,7 @@ class PhaseTraining:
         return schedule.begin(self._state, self._spec, self._numerics)
 
     def _own(self, source: Tensor) -> Tensor:
-        """Return a copy in storage that torch allocated, on the parameters' device."""
+        """Return a copy on the parameters' device, in storage allocated by torch."""
         return torch.empty_like(source, device=self._params[0].device).copy_(source)
 
     def _correct(
@@ -354,13 +355,13 @@ class PhaseTraining:
         predicted: Tensor,
         measured: Quality,
     ) -> None:
-        """Add the share of this one step's difference, however many steps were predicted."""
+        """Add the correction to the gradients, if the prediction was good."""
         weight = self._spec.correction_weight
         if weight and measured.passes(self._spec):
             self._spread(exact + (exact - predicted) * weight, gradients)
 
     def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return all gradients as one vector (N,), zeros where there is no gradient."""
+        """Return all gradients as one vector (N,), with zeros for missing ones."""
         if len(gradients) != len(self._params):
             raise ValueError(f"{len(gradients)} gradients for {len(self._params)} parameters")
         parts = []
@@ -395,28 +396,27 @@ def _layout_digest(params: NamedParams) -> str:
 
 
 class PassTimer:
-    """Seconds of one step after the other; hands them to the phases when a step has ended."""
+    """Measures the seconds of each step, and reports them to the phases."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: is waited for where that is needed to separate the passes."""
+        """Begin. device: synchronised where that is needed to separate forward and backward."""
         self._device = device
         self._is_backward = False
         self._step_began_s = self._mark_s = 0.0
         self._forward_s = self._backward_s = 0.0
 
     def begin_step(self) -> None:
-        """Begin a step of any phase."""
+        """Begin a step."""
         self._step_began_s = time.perf_counter()
         self._forward_s = self._backward_s = 0.0
 
     def begin_passes(self) -> None:
-        """Begin the passes of a shard: forward and backward in turn, once for each of its
-        micro-batches."""
+        """Begin the passes of a shard: forward and backward alternate, once per micro-batch."""
         self._mark_s = time.perf_counter()
         self._is_backward = False
 
     def turn(self, *, to_backward: bool) -> None:
-        """End a pass and begin the next one, if any: of another kind, or of another micro-batch."""
+        """End a pass; the next one, if any, is of another kind or another micro-batch."""
         if to_backward and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now_s = time.perf_counter()
@@ -427,7 +427,7 @@ class PassTimer:
         self._mark_s, self._is_backward = now_s, to_backward
 
     def end_exact_step(self, phases: PhaseTraining, phase: str) -> None:
-        """Count the seconds of a step in an exact phase."""
+        """Report the seconds of an exact step."""
         phases.seconds = phases.seconds.with_exact(
             TrainingPhase(phase),
             forward=self._forward_s,

@@ -1,1 +1,1 @@
-"""ModelParallel on a worker: stages, the messages between them, and the step that they make."""
+"""Pipeline parallelism (ModelParallel): stages, messages between them, and the training step."""

@@ -1,4 +1,4 @@
-"""The operator's object store for activations: the folder of a membership's messages, and their
+"""The operator's object store for activations: a folder of messages per membership, and its
 deletion.
 
     <url>/<run>/<party>/<membership>/<replica>/...
@@ -27,19 +27,20 @@ if TYPE_CHECKING:  # needs obstore, which workers without a store need not have
 log = structlog.get_logger(__name__)
 
 RETRY: Final = {"max_retries": 10, "retry_timeout": timedelta(seconds=30)}
-"""The options of S3. A store away for longer ends the membership; the next one tries again."""
+"""Retry options for S3. A longer outage ends the membership; the next one tries again."""
 _ROOT: Final = "root"
 
 
 class ActivationStore:
-    """Used in the torch thread, and by a thread that forms a party; never by two at once.
+    """The object store through which stages may send activations.
 
-    url: file:///DIR, s3://BUCKET/PREFIX (endpoint and keys from the AWS_* variables of the
-    environment), or "" for none.
+    Used in the torch thread, and by a thread that forms a party; never by two at once. url:
+    file:///DIR, s3://BUCKET/PREFIX (endpoint and keys from the AWS_* variables of the environment),
+    or "" for none.
     """
 
     def __init__(self, url: str) -> None:
-        """Raise InvalidInputError where the library is missing."""
+        """Open the store. Raises InvalidInputError if the client library is not installed."""
         self._url = url
         if url:
             try:
@@ -54,12 +55,12 @@ class ActivationStore:
 
     @property
     def name(self) -> str:
-        """ "file" or "s3"."""
+        """The kind of store: "file" or "s3"."""
         return self._url.partition(":")[0]
 
     def check(self, worker_id: str) -> None:
-        """Raise NotFoundError without a store, InvalidInputError for one that cannot be used, and
-        UnavailableError for one that does not answer."""
+        """Check that the store works. Raises NotFoundError if there is none, InvalidInputError if
+        it cannot be used, and UnavailableError if it does not answer."""
         if not self._url:
             raise NotFoundError(
                 f"worker {worker_id} has no object store, which ModelParallel over DataStore "
@@ -89,7 +90,7 @@ class ActivationStore:
         return made
 
     def clear_older(self, run_id: str, party: str, membership: int) -> None:
-        """Delete what earlier memberships of the party have left."""
+        """Delete the messages that earlier memberships of the party have left behind."""
         folder = _folder(run_id, party)
 
         def is_older(path: str) -> bool:
@@ -99,7 +100,7 @@ class ActivationStore:
         self._in_background(lambda: self._delete(f"{folder}/", is_older))
 
     def clear_run(self, run_id: str) -> None:
-        """Delete what is left of a run that this worker has used the store for."""
+        """Delete all messages of a run for which this worker has used the store."""
         transports = self._opened.pop(run_id, [])
 
         def clear() -> None:
@@ -149,6 +150,6 @@ def _delete_if_there(store: Any, path: str) -> None:
 
 
 def _folder(run_id: str, party: str) -> str:
-    """Return the folder of a party; not nested like parties, so that none is inside another
-    one's."""
+    """Return the folder of a party: flat, so that no party's folder is inside that of another
+    party."""
     return f"{run_id}/{party.replace('/', '.') or _ROOT}"

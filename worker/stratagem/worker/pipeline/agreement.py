@@ -1,4 +1,4 @@
-"""The ranks of a pipeline agree on a few values once per step, apart from activations.
+"""Exchange a few values among the ranks of a pipeline once per step, so that all compute the same.
 
 There are three rounds of messages from rank to rank: the loss and its weight, from the last stage
 to all; gradients of tied parameters, among those that hold copies; norms and whether all is finite,
@@ -33,7 +33,7 @@ _VERDICT: Final = 2
 
 
 class Agreement:
-    """The rounds of one rank. Methods are called once per step, in this order."""
+    """The rounds of messages of one rank. Methods are called once per step, in this order."""
 
     def __init__(self, lane: StageChannel, trained: Sequence[Trained], numerics: int) -> None:
         self._lane, self._trained, self._numerics = lane, trained, numerics
@@ -42,14 +42,14 @@ class Agreement:
         }
         mine = [weight for weight in trained if lane.rank in self._holders[weight.name]]
         self.own = [self._here(weight) for weight in mine]
-        """The parameters that this rank holds, with the copies it holds, in the model's order."""
+        """The parameters of this rank, each with the copies held here, in the model's order."""
         self._whole = {weight.name: weight for weight in mine}
         self._others = [rank for rank in range(lane.size) if rank != lane.rank]
         self._tied_with = {rank: self._shared(rank) for rank in self._others}
         self.step, self._count = -1, 0
 
     def is_first(self, own: Trained) -> bool:
-        """Return whether this rank holds the first copy."""
+        """Return whether this rank holds the parameter's first copy."""
         return self._holders[own.name][0] == self._lane.rank
 
     def begin(self, step: int, count: int) -> None:
@@ -57,7 +57,7 @@ class Agreement:
         self.step, self._count = step, count
 
     def awaited(self) -> Iterator[Address]:
-        """Return the addresses of all messages that will come."""
+        """Yield the addresses of all messages that this rank will receive."""
         for rank in self._others:
             if rank == self._lane.rank_of[-1]:
                 yield self._address(_TOTALS, rank, self._lane.rank)
@@ -66,7 +66,7 @@ class Agreement:
             yield self._address(_VERDICT, rank, self._lane.rank)
 
     def share_loss(self, counted: Counted) -> Counted:
-        """Return the loss as the last stage counted it."""
+        """Send the loss from the last stage's rank to all others; return it."""
         last = self._lane.rank_of[-1]
         if self._lane.rank != last:
             # A rank of version 0.2 sends the losses of its micro-batches behind these, too.
@@ -78,8 +78,8 @@ class Agreement:
         return counted
 
     def sum_tied(self) -> list[bool]:
-        """Leave the gradient of each own parameter in the .grad of its first copy here; returns
-        for each whether backward reached it."""
+        """Sum the gradients of tied parameters over all ranks, into the .grad of the first copy
+        here; return for each own parameter whether backward reached it."""
         for rank, shared in self._tied_with.items():
             if shared:
                 self._send(_TIED, rank, self._gradients_of(shared))
@@ -96,8 +96,8 @@ class Agreement:
         return [total is not None for total in totals]
 
     def summarize(self, scalars: StepScalars) -> tuple[StepSummary, float]:
-        """Return the summary of all ranks together, and the largest wish to stop. Norms
-        are of the .grad of the first copies."""
+        """Return the step's summary over all ranks, and the largest request to stop (0 for none).
+        Norms are those of the .grad of the first copies."""
         grads = {
             weight.name: weight.param.grad for weight in self.own if weight.param.grad is not None
         }
@@ -129,7 +129,7 @@ class Agreement:
         return Trained(weight.name, tuple(copies))
 
     def _shared(self, rank: int) -> list[Trained]:
-        """Return the own parameters of which that rank holds copies too."""
+        """Return the own parameters of which that rank holds copies, too."""
         return [weight for weight in self.own if rank in self._holders[weight.name]]
 
     def _gradients_of(self, shared: Sequence[Trained]) -> Message:
@@ -172,10 +172,10 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class StageGradients:
-    """The contribution of a shard to a step: the interface for data parallelism around a pipeline.
+    """A shard's contribution to a step: the interface for data parallelism around a pipeline.
 
-    gradients: Σ mean · weight by parameter of this rank, not divided; zeros where backward did not
-    reach. scalars: to be added in the same order as gradients.
+    gradients: Σ mean · weight per parameter of this rank, not divided; zeros if backward did not
+    reach it. scalars: to be added in the same order as the gradients.
     """
 
     gradients: Mapping[str, Tensor]
@@ -183,19 +183,19 @@ class StageGradients:
 
 
 Reduce = Callable[[int, Iterator[StageGradients]], StageGradients]
-"""Adds up over all shards of this rank, in their tree. It is given how many shards have rows, and
-what the shards of this replica come to, in order: each is computed when it is asked for, and all
-must be. Called before the division by the weight."""
+"""A function that sums StageGradients over all shards of this rank, in their tree. It gets the
+number of live shards, and an iterator over those of this replica, which computes each on demand and
+must be exhausted. Called before the division by the weight."""
 
 
 def only_shard(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
-    """Return the sum where there is one shard."""
+    """Return the only shard's gradients: the `Reduce` of a pipeline without replicas."""
     (one,) = shards
     return one
 
 
 class Interruptible(Protocol):
-    """A connection that a thread may be blocked in, and that can be cut and closed."""
+    """A connection that may block a thread, and that can be cut and closed from another one."""
 
     def cut(self) -> None: ...
     def close(self) -> None: ...
@@ -203,29 +203,29 @@ class Interruptible(Protocol):
 
 @dataclass(slots=True)
 class StageExchange:
-    """The connections of one rank: to the other ranks of its replica, to equal ranks of others.
+    """Connections of one rank to the ranks of its replica, and to equal ranks of others.
 
-    They are a party's own: once one is cut all are, for a step needs them all.
+    All belong to one party: if one is cut, all are cut, since a step needs them all.
     """
 
     transport: StageTransport
     carrier: MessageLink | None = None
-    """The link that carries the transport's messages, where that must be freed."""
+    """The link under the transport, if it must be closed; None otherwise."""
     column: Link | SharedGroup | None = None
-    """The link to the ranks of other replicas that hold the same stages."""
+    """The link to the ranks of other replicas with the same stages; None without other replicas."""
     reducer: GradientReducer | None = None
-    """The reducer that has taken `column` over."""
+    """The reducer that sums gradients over `column` and owns it."""
     reduce: Reduce = only_shard
     activations: str = ""
-    """The name, for people, of what carries activations."""
+    """Name of the engine that carries activations, for people."""
     schedule_text: Callable[[], str] = str
-    """Returns, for people, the order in which stages work, which steps may choose again."""
+    """Returns the name of the schedule in use, for people; it may change between steps."""
     columns: str = ""
-    """The name, for people, of what carries gradients between replicas; empty for one."""
+    """Name of the engine for gradients between replicas, for people; empty without any."""
 
     @property
     def name(self) -> str:
-        """The engines that carry messages and the order in which stages work, for people."""
+        """Names of the engines in use and of the schedule, for people."""
         text = self.schedule_text()
         order = f" {text}" if text else ""
         return f"{self.activations}{order}{self.columns}"
@@ -236,13 +236,13 @@ class StageExchange:
         return any(line is not None and line.name == SharedGroup.name for line in lines)
 
     def cut(self) -> None:
-        """Cut all connections. From any thread, any number of times."""
+        """Cut all connections; from any thread, any number of times."""
         self.transport.cut()
         for line in self._lines():
             line.cut()
 
     def close(self) -> None:
-        """Free everything; cut comes first."""
+        """Free everything; call `cut` first."""
         for line in self._lines():
             line.close()
 

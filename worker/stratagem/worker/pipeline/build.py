@@ -1,4 +1,4 @@
-"""Build the runner of a pipeline rank from a job, a placement of its stages, and a transport."""
+"""Build the trainer of one pipeline rank from a job, a placement of stages and a transport."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """The placement of a model's nodes on ranks, and the portions in which they work.
+    """The assignment of a model's nodes to ranks, with the micro-batch size and the schedule.
 
-    partitions: node ids (of a graph also ids and paths of subgraphs). ranks: of each partition.
-    micro_batch_size: rows; None = the whole batch at once. schedule: one of `SCHEDULE_NAMES`.
+    partitions: node ids of each stage (of a graph also ids and paths of subgraphs). ranks: the rank
+    of each stage. micro_batch_size: rows; None: the whole batch. schedule: one of `SCHEDULE_NAMES`.
     """
 
     partitions: tuple[tuple[str, ...], ...]
@@ -66,7 +66,7 @@ class StageAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """A rank's number and its transport to the others; it waits `timeout_s` for one message."""
+    """A rank's number, its transport, and the timeout of each wait for a message."""
 
     rank: int
     transport: StageTransport
@@ -83,8 +83,8 @@ def build_stage_runner(
     fresh: bool,
     sources: DataSources | None = None,
 ) -> StageRunner:
-    """Build the runner of one rank. fresh: initialised from the seed, as the whole model would be;
-    otherwise load_state must come first."""
+    """Build the trainer of one rank. fresh: its part is initialised from the seed to the same
+    values as in the whole model; otherwise load_state must come first."""
     sources = sources or DataSources()
     data = load_data(job, entrypoints, sources, numerics=placement.numerics)
     if not job.only_evaluates:
@@ -137,7 +137,7 @@ def build_stage_runner(
 
 
 class SumOverReplicas:
-    """A `Reduce` over an exchange whose buckets are the runner's parameters."""
+    """A `Reduce` that sums the gradients of a rank's parameters over the replicas."""
 
     def __init__(self, runner: StageRunner, exchange: GradientReducer) -> None:
         self._runner, self._exchange = runner, exchange

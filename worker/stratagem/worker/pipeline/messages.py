@@ -1,4 +1,4 @@
-"""Pack messages between stages, which are tensors with JSON-able metadata, and carry them.
+"""Encode and carry messages between stages: tensors with JSON metadata.
 
 A received tensor has the strides, and the alignment, of the one that was sent: the bits of a matrix
 product depend on both. So a cut between two nodes changes no bit.
@@ -24,14 +24,14 @@ _MAGIC: Final = b"SGA1"
 _PREFIX_BYTES: Final = 8
 _ALIGN: Final = 64
 MAX_GAP_FACTOR: Final = 1024
-"""A view into storage more than so many times its size is sent as a contiguous tensor."""
+"""A view whose storage is more than this many times its size is sent as a contiguous tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Names one message: of a step, from one rank to another, under a tag.
+    """The address of one message: its step, sender, receiver and tag.
 
-    `label` says the same in words that do not depend on ranks: boundary, micro-batch, direction.
+    `label` names the message independently of ranks: boundary, micro-batch, direction.
     """
 
     step: int
@@ -46,15 +46,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: tensors (0-d and empty ones too, of any dtype that trains) and JSON-able
-    words."""
+    """A message: tensors of any trainable dtype, which may be 0-d or empty, and JSON metadata."""
 
     tensors: Sequence[Tensor] = ()
     words: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pack(address: Address, message: Message) -> Tensor:
-    """Pack a message into one flat uint8 tensor: header, then the elements of each tensor on 64
+    """Encode a message as one flat uint8 tensor: header, then each tensor's elements, aligned to 64
     bytes."""
     layouts, payloads, end = [], [], 0
     for tensor in message.tensors:
@@ -86,8 +85,8 @@ def pack(address: Address, message: Message) -> Tensor:
 
 
 def unpack(address: Address, frame: memoryview) -> Message:
-    """Unpack a message, with tensors in storage of their own. Raises IntegrityError for any other
-    message."""
+    """Decode a message into newly allocated tensors. Raises IntegrityError if its address is
+    another."""
     try:
         head, start = _read_head(frame)
         for name in ("step", "tag", "label"):
@@ -109,7 +108,7 @@ def _read_head(frame: memoryview) -> tuple[dict[str, Any], int]:
 
 
 def _layout_of(tensor: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Return (its layout in its storage, its distinct elements as a contiguous tensor)."""
+    """Return (the tensor's layout in its storage, its distinct elements as a contiguous tensor)."""
     tensor = tensor.detach()
     shape, strides = list(tensor.shape), list(tensor.stride())
     compact = tensor
@@ -139,8 +138,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last, both included; 0 when there are
-    none."""
+    """Return the number of storage elements that a tensor spans; 0 if it is empty."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -179,11 +177,11 @@ def _padded(size: int) -> int:
 
 
 Skeleton = Any
-"""The nesting of a value, JSON-able; tensors stand as their number."""
+"""The nesting of a value as JSON, in which tensors are replaced by their numbers."""
 
 
 def take_apart(value: Any, tensors: list[Tensor]) -> Skeleton:
-    """Return the nesting of a value; its tensors are appended to `tensors`."""
+    """Return the nesting of a value; append its tensors to `tensors`."""
     match value:
         case Tensor():
             tensors.append(value)
@@ -204,7 +202,7 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Skeleton:
 
 
 def put_together(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
-    """Rebuilds the value from its nesting and its tensors."""
+    """Rebuild a value from its nesting and its tensors."""
     if isinstance(skeleton, int):
         return tensors[skeleton]
     ((kind, inner),) = skeleton.items()
@@ -222,27 +220,27 @@ def put_together(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
 
 
 class StageTransport(Protocol):
-    """Carries messages from and to the other ranks. Used by one thread, but for `cut`."""
+    """Interface of transports of messages between ranks. Used by one thread, except `cut`."""
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
-        """Begin a pass: these messages, each once, and none of an older step will be taken."""
+        """Begin a pass: accept each of the awaited messages once, and none of older steps."""
 
     def send(self, address: Address, message: Message) -> None:
-        """Return at once; the message is the transport's from now on."""
+        """Send a message without waiting; it must not be changed afterwards."""
 
     def recv(self, address: Address, timeout_s: float) -> Message:
-        """Return one message. Raises ExchangeError, which names the message, its sender and what
-        went wrong."""
+        """Receive one message. Raises ExchangeError with the message's name, its sender and the
+        cause."""
 
     def end(self, timeout_s: float) -> None:
-        """End the pass: returns when nothing of it is under way any more."""
+        """End the pass: return once none of its messages is in transfer any more."""
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the other ranks. From any thread."""
+        """Make every wait fail soon, here and at the other ranks; from any thread."""
 
 
 class LocalPost:
-    """A store in memory for messages between ranks of one process: the tensors themselves."""
+    """In-memory store of messages between ranks of one process; tensors are not copied."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -287,7 +285,7 @@ class LocalPost:
 
 
 class LocalTransport:
-    """A transport of one rank of a `LocalPost`."""
+    """Transport of one rank over a `LocalPost`."""
 
     def __init__(self, post: LocalPost, rank: int) -> None:
         self._post, self._rank = post, rank
@@ -316,7 +314,7 @@ class LocalTransport:
 
 
 class PeerTransport:
-    """A rank whose peers are the members of a link, rank by rank."""
+    """Transport of one rank over a message link, in which member i is rank i."""
 
     def __init__(self, link: MessageLink) -> None:
         self._link = link

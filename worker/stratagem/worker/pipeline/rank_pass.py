@@ -1,4 +1,4 @@
-"""One pass of a rank through its action list: compute, send at once, wait for what is needed.
+"""Run one pass of a rank through its list of actions: compute, send at once, wait only when needed.
 
 Owns addresses, the micro-batches that are under way on this rank, and the messages between stages
 of the same rank. Must not know the optimizer.
@@ -24,15 +24,15 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 @dataclass(frozen=True, slots=True)
 class StageChannel:
-    """A rank's connection to the others of its pipeline: its number, the plan and the transport."""
+    """A rank's view of its pipeline: its number, the stage plan, the transport, and the timeout."""
 
     plan: StagePlan
     rank_of: tuple[int, ...]
-    """The rank of each stage."""
+    """The rank of each stage, by stage number."""
     rank: int
     transport: StageTransport
     timeout_s: float
-    """Longest wait for one message."""
+    """The longest wait for one message."""
 
     @property
     def size(self) -> int:
@@ -44,8 +44,8 @@ class StageChannel:
     def address(
         self, step: int, boundary: Boundary, count: int, micro_batch: int, *, backward: bool
     ) -> Address:
-        """Return the address of an activation, or of its gradient; `count` micro-batches make the
-        step."""
+        """Return the address of an activation, or with `backward` of its gradient. count:
+        micro-batches of the step."""
         ends = (self.rank_of[boundary.source], self.rank_of[boundary.target])
         source, target = reversed(ends) if backward else ends
         tag = tag_of(base_of(boundary.number, count), micro_batch, backward=backward)
@@ -54,14 +54,14 @@ class StageChannel:
         return Address(step, source, target, tag, label)
 
     def control(self, step: int, count: int, number: int, source: int, target: int) -> Address:
-        """Return the address of a message that is sent once per step."""
+        """Return the address of a control message: one per step, number, sender and receiver."""
         tag = control_tag(self.plan.num_boundaries, count, number)
         return Address(step, source, target, tag, f"control {number}, from {source}, to {target}")
 
 
 @dataclass(frozen=True, slots=True)
 class PassCallbacks:
-    """The functions that a pass calls to load its data and compute its loss.
+    """The functions by which a pass loads its data and computes its loss.
 
     begin(micro_batch) starts the drawing of random numbers; load() then reads (x, y, rows);
     lose(output, y, rows, micro_batch) answers the loss to begin a backward with, or None.
@@ -74,18 +74,18 @@ class PassCallbacks:
 
 
 class Gauge(Protocol):
-    """An observer of a pass."""
+    """The interface of observers that measure a pass."""
 
     def time(self, kind: TaskKind) -> AbstractContextManager[None]:
-        """Return a context around what is computed for one micro-batch, without waiting and
+        """Return a context manager around the computation of one micro-batch, without waiting and
         sending."""
 
     def sent(self, rank: int, message: Message) -> None:
-        """Records that a message goes to another rank."""
+        """Note that a message is sent to another rank."""
 
 
 class RankPass:
-    """The state of one pass: `step` is its number, `count` how many micro-batches it has."""
+    """The execution of one pass. step: its number. count: of micro-batches."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class RankPass:
         self._local: dict[Address, Message] = {}
 
     def awaited(self) -> Iterator[Address]:
-        """Return all that may come from other ranks: activations, and their gradients or
-        credits."""
+        """Yield the addresses of all messages that may come from other ranks: activations,
+        gradients and credits."""
         for micro_batch in range(self._count):
             for part in self._parts.values():
                 for boundaries, backward in ((part.before, False), (part.after, True)):
@@ -113,7 +113,7 @@ class RankPass:
                             yield address
 
     def train(self, actions: Sequence[Action], work: PassCallbacks) -> None:
-        """Do forward and backward of all micro-batches."""
+        """Run forward and backward of all micro-batches, in the order of `actions`."""
         for action in actions:
             part, key = self._parts[action.stage], (action.stage, action.micro_batch)
             if action.kind is TaskKind.FORWARD:
@@ -141,9 +141,9 @@ class RankPass:
 
     @torch.no_grad()
     def forward_only(self, actions: Sequence[Action], work: PassCallbacks, window: int) -> None:
-        """Do the forward of all micro-batches, at most `window` of them ahead of the next stage.
+        """Run forward of all micro-batches, at most `window` of them ahead of the next stage.
 
-        The backward tag of a micro-batch then carries nothing, which says: one more may be sent.
+        The empty backward message of a micro-batch is a credit: the sender may send one more.
         """
         for action in actions:
             part, micro_batch = self._parts[action.stage], action.micro_batch
@@ -180,7 +180,7 @@ class RankPass:
         return kept
 
     def _timed(self, action: Action) -> AbstractContextManager[object]:
-        """Around the work of an action that a gauge wants to know of, too."""
+        """Return a context manager that times an action, also by the gauge, if any."""
         if self._gauge is None:
             return self._computing(action)
         both = ExitStack()

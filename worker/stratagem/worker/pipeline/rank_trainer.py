@@ -52,12 +52,12 @@ from stratagem.worker.pipeline.times import StageTimes
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The parts of a rank's trainer."""
+    """The parts from which the trainer of a rank is built."""
 
     setup: Setup
-    """Those of any trainer. Its model holds this rank's nodes only, under their full names."""
+    """The parts of any trainer. The model has this rank's nodes only, under their full names."""
     trained: list[Trained]
-    """All trainable parameters of the whole model, in its order, with all their copies."""
+    """All trainable parameters of the whole model, in the model's order, with all their copies."""
     parts: Mapping[int, StagePart]
     lane: StageChannel
     micro_batch_size: int | None
@@ -68,7 +68,7 @@ class RankSetup:
 
 
 class StageRunner:
-    """Trains and evaluates one rank's stages of a pipeline. Used by one thread."""
+    """Trainer of one rank's stages of a pipeline. Used by one thread."""
 
     is_sole_copy: Final = True
 
@@ -106,11 +106,11 @@ class StageRunner:
 
     @property
     def schedule_text(self) -> str:
-        """The schedule in use, for people; empty where a batch passes the stages as a whole."""
+        """The name of the schedule, for people; empty if batches are not cut into micro-batches."""
         return "" if self._rank.micro_batch_size is None else str(self.schedules)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Have the micro-batches of the coming steps read ahead, if stages here read any."""
+        """Announce the coming steps, so that stages that read micro-batches read them ahead."""
         self.setup.gather.expect(self._coming(owned, num_shards, to_step))
 
     def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
@@ -127,7 +127,7 @@ class StageRunner:
                         yield self.setup.data["train"], batches[action.micro_batch], keys
 
     def lower_rates(self, num_reductions: int) -> None:
-        """Set the rates to those after as many reductions of a plateau, from the next step on."""
+        """Set the learning rates to their values after `num_reductions` plateau reductions."""
         self._policy.lower_rates(num_reductions)
 
     def train_step(
@@ -139,12 +139,12 @@ class StageRunner:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Do one optimizer step over the next global batch, of which this pipeline computes the
-        shards it owns, one after the other. Without `exchange.reduce` these must be all of them,
-        and only one.
+        """Make one optimizer step over the next global batch, computing the `owned` shards one
+        after the other.
 
-        Raises UserCodeError (the same on all ranks for a loss or gradient that is not finite) and
-        ExchangeError; parameters, buffers and optimizer are then as before.
+        Without `exchange.reduce` there must be one shard, owned here. Raises UserCodeError (on all
+        ranks, for a loss or gradient that is not finite) and ExchangeError; parameters, buffers and
+        optimizer are then as before.
         """
         epoch, indices = self._order.batch(self.step)
         self._row_key = (self._job.seed, "row", epoch)
@@ -184,33 +184,33 @@ class StageRunner:
         )
 
     def evaluator(self) -> Evaluator:
-        """Return the evaluator, with the metrics and the batches of the job."""
+        """The evaluator with the job's metrics and batches."""
         return self.setup.evaluator
 
     def end_segment(self, exchange: StageExchange, tally: Tally) -> SegmentSummary:
-        """Return the summary of a segment with these sums over its steps."""
+        """Return the summary of a segment. tally: sums over its steps."""
         if self._job.only_evaluates:
             return SegmentSummary(tally.loss, {})
         return SegmentSummary(tally.loss, tally.metrics(may_skip=self._job.window.may_skip))
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Return the sums of all batches on the rank of the last stage of the first replica;
-        nothing on the others."""
+        """Evaluate all batches; return their sums on the rank of the last stage of the first
+        replica, and nothing on other ranks."""
         if share.rank >= self._lane.size:
             return []
         return [part for split in share.splits for part in self.evaluate_split(split, share.begins)]
 
     def evaluate_split(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
-        """Return the sums per batch on the rank of the last stage; nothing on the others."""
+        """Evaluate a split; return the sums per batch on the last stage's rank, else nothing."""
         with evaluated(self._job, self._average), constant_buffers(self.model):
             return evaluate(self._rank, self._next_pass(), split, begins)
 
     def state(self) -> State:
-        """Return (live tensors, metadata) of this rank's nodes; the union over ranks is the whole
-        state.
+        """Return (live tensors, metadata) of this rank's nodes; the union over all ranks is the
+        whole state.
 
-        Names are those of a single process. Optimizer state of a tied parameter comes from the
-        rank that holds its first copy.
+        Names are those of a single process. The optimizer state of a tied parameter comes from the
+        rank with its first copy.
         """
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, str] = {}
@@ -231,8 +231,8 @@ class StageRunner:
         return {**state.model_state(self.model), **tensors}, metadata
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
-        """Return `state`, copied to the CPU, which training then leaves as it is; all of it is
-        this rank's alone. into: see `state_format.copied`."""
+        """Return `state` copied to the CPU; no other rank of the replica has any of it. into: see
+        `state_format.copied`."""
         tensors, metadata = self.state()
         return state.copied(tensors, into), metadata
 
@@ -245,7 +245,7 @@ class StageRunner:
         return name.removeprefix(state.MODEL) in self.model.state_dict()
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continue from a whole state, or from at least what this rank wants of it."""
+        """Load a whole state, or a part with at least the names that this rank `wants`."""
         step = state.step_of(metadata)
         own = {name: tensor for name, tensor in tensors.items() if self.wants(name)}
         state.load_model_state(self.model, own)
@@ -264,15 +264,15 @@ class StageRunner:
         return state.fingerprint(*self.state())
 
     def _next_pass(self) -> int:
-        """Return the number of the next pass: all ranks count them alike."""
+        """Return the number of the next pass, which is the same on all ranks."""
         self._num_passes += 1
         return self._num_passes - 1
 
     def _sums(
         self, exchange: StageExchange | None, owned: range, live: list[Tensor], wish: float
     ) -> tuple[StepScalars, StepSummary, float]:
-        """Compute the own shards, and wait for the sums of all; return also the largest wish to
-        stop."""
+        """Compute the own shards, and wait for the sums over all; return the scalars, the summary,
+        and the largest request to stop."""
         try:
             if self.schedules.can_settle:
                 self.schedules.settle(self._next_pass())
@@ -290,8 +290,8 @@ class StageRunner:
     def _compute_all(
         self, shards: range, live: list[Tensor], wish: float
     ) -> Iterator[StageGradients]:
-        """Compute the live shards of this replica; each starts from the buffers before the
-        step."""
+        """Yield the gradients of each live shard of this replica; buffers are reset before each
+        one."""
         for shard in shards:
             if shard > shards.start:
                 self._buffers.restore()
@@ -300,7 +300,7 @@ class StageRunner:
             self._compute((), 0, len(live), wish)
 
     def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
-        """Return the micro-batches of the placement, if it has any, else those of the job."""
+        """Cut rows into micro-batches, of the placement's size if it has one, else of the job's."""
         if self._rank.micro_batch_size is not None:
             return torch.split(rows, self._rank.micro_batch_size)
         return [rows[cut.start : cut.stop] for cut in self._job.window.cut(len(rows))]
@@ -308,7 +308,7 @@ class StageRunner:
     def _compute(
         self, micro_batches: Sequence[Tensor], shard: int, num_live: int, wish: float
     ) -> StageGradients:
-        """Do forward and backward of all micro-batches of a shard."""
+        """Run forward and backward of all micro-batches of a shard; return its gradients."""
         activity = f"training step {self.step + 1}"
         weight = loss_sum = 0.0
         for trained in self._rank.trained:
@@ -357,7 +357,7 @@ class StageRunner:
         return StageGradients(gradients, scalars)
 
     def _take(self, total: StageGradients) -> StepScalars:
-        """Make the sum the gradient of each parameter that any shard reached; return its
+        """Set .grad of each parameter that any shard reached to the sum; return the summed
         scalars."""
         for (name, param), count in zip(self.params, total.scalars.reached, strict=True):
             param.grad = total.gradients[name] if count else None
@@ -391,8 +391,8 @@ _WINDOW_PER_STAGE: Final = 2
 def evaluate(
     rank: RankSetup, number: int, split: str, begins: Begins | None
 ) -> list[EvaluationPart]:
-    """Return the sums per batch on the rank of the last stage; nothing on the others. number: of
-    the pass."""
+    """Evaluate a split in pass `number`; return the sums per batch on the rank of the last stage,
+    and nothing on other ranks."""
     evaluator, lane = rank.setup.evaluator, rank.lane
     count, num_begun = evaluator.num_batches(split), 0
     parts: list[EvaluationPart] = []

@@ -1,4 +1,4 @@
-"""Choose the schedule that the ranks of a pipeline follow, also where the job leaves it to "auto".
+"""Choose the schedule that the ranks of a pipeline follow; "auto" is decided by measurement.
 
 The module proves that a schedule ends before anything is computed by it.
 """
@@ -25,26 +25,26 @@ log = structlog.get_logger(__name__)
 
 
 class Schedules:
-    """The schedules of one rank; all ranks come to the same."""
+    """The schedules of a pipeline per number of micro-batches; equal on all ranks."""
 
     def __init__(
         self, asked: str, lane: StageChannel, device: torch.device, *, is_pipelined: bool
     ) -> None:
-        """asked: a name, or "auto". is_pipelined: a step has more than one micro-batch."""
+        """asked: a schedule's name, or "auto". is_pipelined: a step has several micro-batches."""
         self._asked, self._lane = asked, lane
         self.name = "1f1b" if asked == AUTO else asked
         """The name of the schedule in use."""
         is_open = asked == AUTO and is_pipelined and has_eager(lane.rank_of)
         self.meter = Meter(device) if is_open else None
-        """While it is not decided what "auto" stands for."""
+        """Measures steps until "auto" is decided; None otherwise."""
         self._made: dict[int, Schedule] = {}
 
     def __str__(self) -> str:
         return f"{self.name} (auto)" if self._asked == AUTO else self.name
 
     def of(self, num_micro_batches: int) -> Schedule:
-        """Return the action lists of all ranks for a step of so many micro-batches, proven to
-        end."""
+        """Return the action lists of all ranks for a step of `num_micro_batches`, after proving
+        that they end."""
         if num_micro_batches not in self._made:
             lane = self._lane
             made = choose(self.name, lane.rank_of, num_micro_batches)
@@ -54,11 +54,11 @@ class Schedules:
 
     @property
     def can_settle(self) -> bool:
-        """True if a step of more than one micro-batch was measured, for "auto"."""
+        """True if "auto" can be decided, since a step of several micro-batches was measured."""
         return self.meter is not None and self.meter.num_micro_batches >= 2
 
     def settle(self, number: int) -> None:
-        """Decide what "auto" stands for. number: of the pass in which hops are measured."""
+        """Decide the schedule for "auto". number: of the pass that measures messages."""
         assert self.meter is not None
         hops = measure_hops(self._lane, number, self.meter)
         self.meter, self.name = None, suited(hops.hop_s, hops.compute_s)
@@ -79,10 +79,10 @@ class Schedules:
 # found, so that all make the same choice. It changes the order of work and no bit.
 
 NUM_PINGS: Final = 5
-"""Round trips between two ranks that count; one more goes before them."""
+"""Number of measured round trips between two ranks, after one to warm up."""
 MAX_PING_BYTES: Final = 1 << 24
 _SHARE: Final = 2 * (NUM_PINGS + 1)
-"""The control number of a rank's results; those below are pings and their answers."""
+"""Control number of the message with a rank's measurements; lower ones are pings and answers."""
 
 
 @dataclass(slots=True)
@@ -91,9 +91,9 @@ class Meter:
 
     device: torch.device
     seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
-    """The times of each micro-batch, without waiting and sending, by kind of work."""
+    """Seconds of each micro-batch, without waiting and sending, keyed by kind of work."""
     largest_bytes: dict[int, int] = field(default_factory=dict)
-    """The largest message sent to each rank."""
+    """Size of the largest message sent to each rank."""
 
     @contextmanager
     def time(self, kind: TaskKind) -> Iterator[None]:
@@ -111,8 +111,8 @@ class Meter:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward and backward of the fastest micro-batch: the first ones take longer,
-        and so do those that something else on the machine gets in the way of."""
+        """Seconds of forward and backward of the fastest micro-batch; slower ones include warm-up
+        and noise."""
         return sum(min(seconds) for seconds in self.seconds.values())
 
     def _now(self) -> float:
@@ -123,17 +123,16 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """The times that all ranks found together."""
+    """The measured times on which all ranks agree."""
 
     hop_s: float
-    """One way between two neighbours, median; of the slowest pair."""
+    """Median one-way time of a message between two neighbours, of the slowest pair."""
     compute_s: float
-    """Forward and backward of one micro-batch on one rank, mean over the ranks."""
+    """Seconds of forward and backward of one micro-batch on one rank, averaged over the ranks."""
 
 
 def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
-    """Measure in a pass of its own; every rank calls it at the same place. Raises
-    ExchangeError."""
+    """Measure message times in a separate pass; a collective call. Raises ExchangeError."""
     pairs = _pairs(lane)
     lane.transport.begin(pass_number, _awaited(lane, pass_number, pairs))
     hops_s = [_ping(lane, pass_number, pair, meter) for pair in pairs if lane.rank in pair]
@@ -152,15 +151,14 @@ def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
 
 
 def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
-    """Return the ranks that send each other activations, in an order in which no ring of ranks
-    waits."""
+    """Return the pairs of ranks that exchange activations, in an order free of deadlocks."""
     ends = ((lane.rank_of[b.source], lane.rank_of[b.target]) for b in lane.plan.boundaries)
     return sorted({(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]})
 
 
 def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
-    """Return the median seconds of one way. The lower rank sends first; for the other one it is
-    0."""
+    """Return the median seconds of a one-way message; 0 on the higher rank. The lower rank sends
+    first."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)
     there = [_address(lane, pass_number, 2 * i, low, high) for i in numbers]

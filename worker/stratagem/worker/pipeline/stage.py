@@ -1,4 +1,4 @@
-"""One stage on a worker: forward and backward of one micro-batch, and what goes in and out.
+"""Run one stage on a worker: forward and backward of one micro-batch.
 
 What enters is made the beginning of a graph of its own: one leaf per use of a value, so that the
 gradients of uses in different stages can be added in the order of the model's program. Must not
@@ -24,27 +24,27 @@ from stratagem.worker.pipeline.messages import Message, put_together, take_apart
 from stratagem.worker.user_code.call_notes import noted
 
 Place: TypeAlias = tuple[str, int, int]
-"""(node, use, number of the tensor in the node's output)."""
+"""A tensor's key: (node, use of the node's output, index of the tensor in the output)."""
 
 
 @dataclass(slots=True)
 class Kept:
-    """The tensors that a stage keeps of one micro-batch from its forward to its backward."""
+    """The tensors that a stage keeps for one micro-batch between its forward and its backward."""
 
     entered: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
-    """The leaves whose gradients are sent back, by boundary."""
+    """Received tensors as autograd leaves, whose gradients are sent back, keyed by boundary."""
     left: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
-    """The tensors for which gradients will come, by boundary."""
+    """Sent tensors, for which gradients will come, keyed by boundary."""
     output: Any = None
-    """The output of the model; on the last stage only."""
+    """The model's output; None except on the last stage."""
     loss: Tensor | None = None
-    """Mean · weight, to begin the backward with; on the last stage only."""
+    """Mean · weight, from which backward begins; None except on the last stage."""
     roots: tuple[list[Tensor], list[Tensor | None]] = field(default_factory=lambda: ([], []))
-    """The tensors that the second half of a split backward begins with."""
+    """The tensors, and their gradients, from which the second half of a split backward begins."""
 
 
 class StagePart:
-    """The nodes of one stage, and their forward and backward."""
+    """Runs forward and backward of the nodes of one stage."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class StagePart:
         *,
         ends_single: bool,
     ) -> None:
-        """interval: nodes whose activations are computed again together; None keeps them all.
-        ends_single: 16-bit outputs of the model become float32."""
+        """Begin. interval: number of nodes that are recomputed together in backward; None to keep
+        all activations. ends_single: convert the model's 16-bit outputs to float32."""
         nodes = set(plan.stages[stage].nodes)
         self._program, self._modules, self._device = plan.program, modules, device
         self._ends_single = ends_single
@@ -85,8 +85,8 @@ class StagePart:
     def forward(
         self, given: Any, received: Mapping[int, Message]
     ) -> tuple[Kept, dict[int, Message]]:
-        """Run the stage's nodes and returns (what is kept, what each boundary sends). With
-        gradients if torch's grad mode says so."""
+        """Run the stage's nodes; return (tensors to keep, the message for each boundary). Gradients
+        are recorded if torch's grad mode is on."""
         kept, slots = Kept(), Slots()
         for boundary in self.before:
             kept.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
@@ -106,15 +106,15 @@ class StagePart:
         run_calls(self._calls, self._modules, self._program.num_uses, given, slots)
 
     def backward(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
-        """Do the whole backward; gradients of parameters are added to their .grad."""
+        """Run the whole backward, adding to .grad; return the gradients for earlier stages."""
         tensors, gradients = self._roots(kept, received)
         if tensors:
             self._walk(tensors, gradients)
         return self._gradients(kept)
 
     def backward_input(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
-        """Do the half of the backward that other stages wait for. Walks the graph and keeps
-        it."""
+        """Run the half of backward that earlier stages wait for, keeping the graph; return their
+        gradients."""
         kept.roots = self._roots(kept, received)
         inputs = [leaf for by_place in kept.entered.values() for leaf in by_place.values()]
         if kept.roots[0] and inputs:
@@ -122,7 +122,7 @@ class StagePart:
         return self._gradients(kept)
 
     def backward_weight(self, kept: Kept) -> None:
-        """Do the other half of the backward. Walks the graph a second time."""
+        """Run the other half of backward, for parameters, in a second walk of the graph."""
         if kept.roots[0] and self._params:
             self._walk(*kept.roots, inputs=self._params)
 
@@ -168,7 +168,7 @@ class StagePart:
         return tensors, gradients
 
     def _gradients(self, kept: Kept) -> dict[int, Message]:
-        """Return the gradients of what entered, for each boundary over which any are due."""
+        """Return the message of gradients for each boundary over which any are due."""
         sent = {}
         for boundary in self.before:
             if entered := kept.entered[boundary.number]:
@@ -214,7 +214,7 @@ def _is_tail(uses: Sequence[int], num_uses: int) -> bool:
 
 
 class _Enter(torch.autograd.Function):
-    """An identity between a leaf and the first node, which may work in place."""
+    """Identity function behind a leaf, since in-place operations on a leaf itself are forbidden."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Messages of stages through an object store: a directory that all workers see, or S3.
+"""Send messages of stages through an object store: a directory that all workers see, or S3.
 
 An object is called <prefix>/<step>/<boundary, micro-batch, direction>, read by polling, and deleted
 once it was read. `prefix` names run, party and membership, so that what a lost membership left
@@ -33,9 +33,9 @@ _CUT: Final = "cut"
 
 
 class StoreTransport:
-    """A rank whose peers read and write the same store.
+    """Transport over a store that all ranks read and write.
 
-    url: file:///a/directory or s3://bucket/folder; settings: what obstore takes with it, such as
+    url: file:///a/directory or s3://bucket/folder. settings: further arguments of obstore, such as
     endpoint and credentials.
     """
 
@@ -79,14 +79,14 @@ class StoreTransport:
             self._result(put, "the end of a step", timeout_s)
 
     def cut(self) -> None:
-        """Cut the transport, which the others notice by an object called `cut`."""
+        """Cut the transport; the other ranks notice an object with the name `cut`."""
         if not self._is_cut.is_set():
             self._is_cut.set()
             self._pool.submit(obstore.put, self._store, f"{self._prefix}/{_CUT}", b"")
             self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """Wait for the writes that are under way."""
+        """Wait for unfinished writes."""
         self._pool.shutdown(wait=True)
 
     def _submit(self, act: Callable[..., Any], *arguments: Any) -> None:
@@ -112,8 +112,8 @@ class StoreTransport:
             raise UnavailableError(f"object store: {path}: {error}") from error
 
     def _check_puts(self, address: Address) -> None:
-        """Raise the error of a failed write, which would leave the others, and so this rank,
-        waiting."""
+        """Raise the error of a failed write, without which the other ranks would wait until their
+        timeouts."""
         for put in [put for put in self._puts if put.done()]:
             self._puts.remove(put)
             self._result(put, str(address), 0.0)
@@ -129,10 +129,8 @@ class StoreTransport:
 
 
 def open_store(url: str, settings: dict[str, Any]) -> Any:
-    """Open the store of a URL; a local directory is made if it is not there.
-
-    settings: what obstore calls config (endpoint, region, keys), and client_options, retry_config.
-    """
+    """Open the store of a URL; a local directory is created if it is missing. settings: obstore's
+    config (endpoint, region, keys), client_options and retry_config."""
     if not url.startswith(("file:///", "s3://")):
         raise InvalidInputError.at("data_store", f"{url!r} is neither file:///… nor s3://…")
     if url.startswith("file://"):

@@ -1,4 +1,4 @@
-"""Seconds that the stages of one rank compute and wait in a training step, and what they did when.
+"""Measure how long the stages of one rank compute and wait in each step, and record a timeline.
 
 Always measured, so it has to cost next to nothing: two looks at a clock around what is computed for
 a micro-batch. On a GPU, which works while the host goes on, events in its stream take their place
@@ -21,11 +21,11 @@ from stratagem.worker.engine.reports import PartReport
 from stratagem.worker.host.clock import clock_number
 
 Moment: TypeAlias = float | torch.cuda.Event
-"""A time by the clock of the host, or in the stream of a GPU."""
+"""A point in time: seconds by the host's clock, or an event in a CUDA stream."""
 
 
 class TimedPiece(NamedTuple):
-    """A piece of work, as it was measured."""
+    """One measured piece of work of a stage."""
 
     stage: int
     kind: str
@@ -37,31 +37,31 @@ class TimedPiece(NamedTuple):
 
 @dataclass(slots=True)
 class StageTimes:
-    """The times of one step."""
+    """The times of one step of a rank, per stage."""
 
     device: torch.device
     rank: int
-    """The rank in the pipeline."""
+    """The number of this rank in its pipeline."""
     sources: Mapping[int, Sequence[int]]
-    """The stages that each stage of this rank receives activations from, in order."""
+    """The stages from which each stage of this rank receives activations, in order."""
     busy_s: dict[int, float] = field(default_factory=dict)
     wait_s: dict[int, float] = field(default_factory=dict)
-    """Seconds in which each stage waited for what others had to send it."""
+    """Seconds that each stage waited for messages from others."""
     span_s: float = 0.0
     """Seconds from the first piece of work to the end of the last one."""
     _origin: Moment = 0.0
     """The beginning of the step."""
     _began_s: float = 0.0
-    """The same by the clock of the host."""
+    """The beginning of the step by the host's clock."""
     _pass_ended: Moment = 0.0
     _pieces: list[TimedPiece] = field(default_factory=list)
     _waited_s: float = 0.0
-    """Seconds in which what the next piece of work needs was waited for."""
+    """Seconds of the latest wait, which is charged to the next piece of work."""
     _num_micro_batches: int = 0
-    """The micro-batches of the passes of this step that have ended."""
+    """Number of micro-batches in the finished passes of this step."""
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step, with all times at zero."""
         self.busy_s = dict.fromkeys(self.sources, 0.0)
         self.wait_s = dict.fromkeys(self.sources, 0.0)
         self.span_s = self._waited_s = 0.0
@@ -74,7 +74,7 @@ class StageTimes:
 
     @contextmanager
     def computing(self, action: Action) -> Iterator[None]:
-        """Around what a stage computes for a micro-batch."""
+        """Context manager that measures the computation of one action."""
         number, waited_s = self._num_micro_batches + action.micro_batch, self._waited_s
         self._waited_s = 0.0
         began = self._now()
@@ -83,25 +83,25 @@ class StageTimes:
         self._pieces.append(TimedPiece(action.stage, kind, number, began, self._now(), waited_s))
 
     def exchanged(self) -> None:
-        """Count the time since the last pass as the exchange of its gradients: sums over stages and
+        """Record the time since the last pass as the exchange of gradients over stages and
         replicas."""
         self._add_once("exchange", self._pass_ended)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the step of the optimizer."""
+        """Context manager that measures the optimizer's step."""
         began = self._now()
         yield
         self._add_once("optimizer", began)
 
     def _add_once(self, kind: str, began: Moment) -> None:
-        """Add what the rank does once in a step; it stands with its first stage."""
+        """Record work that is done once per step; it is attributed to the first stage."""
         first = next(iter(self.sources))
         self._pieces.append(TimedPiece(first, kind, NONE, began, self._now(), 0.0))
 
     @contextmanager
     def waiting(self, stage: int) -> Iterator[None]:
-        """Around the wait for a message to a stage."""
+        """Context manager that measures a stage's wait for a message."""
         began_s = time.perf_counter()
         yield
         self._waited_s = time.perf_counter() - began_s
@@ -109,7 +109,7 @@ class StageTimes:
 
     @contextmanager
     def working(self, num_micro_batches: int) -> Iterator[None]:
-        """Around all pieces of work of a pass."""
+        """Context manager around a whole pass, which measures its span."""
         began_s = time.perf_counter()
         yield
         self.span_s += time.perf_counter() - began_s
@@ -124,7 +124,7 @@ class StageTimes:
         return event
 
     def reports(self) -> list[PartReport]:
-        """Return the step's times by stage, once it has ended; the span is the rank's, and stands
+        """Return the step's times per stage, once the step has ended; the rank's span is reported
         with its first stage."""
         for piece in self._pieces:
             if piece.micro_batch != NONE:
@@ -143,14 +143,14 @@ class StageTimes:
         ]
 
     def actions(self) -> Callable[[], list[PartReport]]:
-        """Return what tells, when it is asked, what was done when: it costs more than to measure
-        it, and is asked of one step of a segment."""
+        """Return a function that computes the timeline of the step on demand, since that costs more
+        than measuring and is needed for one step per segment only."""
         return partial(self._reported, self._origin, self._began_s, self._pieces)
 
     def _reported(
         self, origin: Moment, began_s: float, pieces: Sequence[TimedPiece]
     ) -> list[PartReport]:
-        """Return what the stages have done in a step that has begun then."""
+        """Return the timelines of the stages. origin, began_s: the beginning of the step."""
         by_stage: dict[int, list[StageAction]] = {stage: [] for stage in self.sources}
         for stage, kind, number, began, ended, wait_s in pieces:
             times = _seconds(origin, began), _seconds(origin, ended)

@@ -1,4 +1,4 @@
-"""Build a job's model before anything else, and check the job against model and data.
+"""Build a job's model before all other plans, and check the job against model and data.
 
 Runs in the torch thread.
 """
@@ -63,8 +63,7 @@ _MODEL: Final = "model/"
 
 
 def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
-    """Build the model from the seed, or load the initial state of the job; its state becomes the
-    snapshot of segment 0."""
+    """Build the model from the seed, or load the job's initial state; keep it as snapshot 0."""
     work.set_activity("building")
     initial = work.job.initial
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
@@ -106,7 +105,7 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
 def _begin_from(
     work: ExecutionContext, initial: InitialSpec, model: nn.Module
 ) -> Mapping[str, str]:
-    """Load the model of the job's initial state; return the metadata of the state."""
+    """Load the job's initial state into the model; return the state's metadata."""
     assert initial.digest is not None  # the client has set it
     tensors, metadata = work.blob(initial.digest)
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
@@ -130,11 +129,8 @@ def _begin_from(
 
 
 def averaged(model: nn.Module, sent: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return metadata that name the sent floating-point tensors that no server optimizer may
-    change.
-
-    These are buffers, frozen parameters and control variates. Empty where there are none.
-    """
+    """Return metadata with the names of the sent floating-point tensors that server optimizers must
+    not change: buffers, frozen parameters and control variates. Empty if there are none."""
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     names = [
         f"{_MODEL}{name}"
@@ -146,8 +142,8 @@ def averaged(model: nn.Module, sent: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def frozen(model: nn.Module) -> dict[str, str]:
-    """Return metadata that name the parameters that no client changes, which get no noise. Empty
-    where there are none."""
+    """Return metadata with the names of parameters that clients never change, and that get no
+    noise. Empty if there are none."""
     live = model.state_dict(keep_vars=True)
     names = [
         f"{_MODEL}{name}"
@@ -173,7 +169,7 @@ def layout_digest(tensors: Mapping[str, Tensor]) -> str:
 # These checks need the model and the data, and run after both are built, before training.
 
 _NUM_NAMES: Final = 3
-"""The largest number of parameters that a refusal names."""
+"""Maximum number of parameters named in an error message."""
 
 
 def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> None:
@@ -284,7 +280,8 @@ def _check_codec(job: JobSpec, model: nn.Module) -> None:
 
 
 def _pipeline(strategy: Strategy, field: str) -> tuple[str, ModelParallel | None]:
-    """Return the pipeline in the strategy or its replicas, if any, and the path of its field."""
+    """Return (path, strategy) of the ModelParallel among this strategy and its replicas' ones; the
+    strategy is None if there is none."""
     if isinstance(strategy, ModelParallel):
         return field, strategy
     inner = getattr(getattr(strategy, "options", None), "inner", None)
@@ -307,10 +304,8 @@ Layout: TypeAlias = list[tuple[object, ...]]
 def structural(
     work: ExecutionContext, model: nn.Module, variants: Iterable[pb.Variant]
 ) -> list[str]:
-    """Return the names of the variants of the job whose states have a different structure.
-
-    model: that of the job, with its trained parameters.
-    """
+    """Return the names of the job's variants whose states have another structure. model: of the
+    job."""
     names: dict[str, None] = {}
     own, entrypoints = work.job, work.entrypoints
     trained = [
@@ -335,10 +330,10 @@ def structural(
 
 
 def layout_of(job: JobSpec, entrypoints: EntryPoints) -> Layout:
-    """Return the layout of the model's state: a tuple for each tensor, sorted by name.
+    """Return the layout of the model's state: for each tensor, sorted by name, a tuple of name,
+    type, shape, whether it is trained, and the first name of its tied tensors.
 
-    Each tuple has name, type, shape, whether it is trained, and the first name of its tied tensors.
-    Raises StratagemError where the model cannot be built.
+    Raises StratagemError if the model cannot be built.
     """
     with user_code("building the model"):
         model = build_shapes(job, entrypoints, device=_META)
@@ -356,10 +351,8 @@ def go_on(
     params: Sequence[tuple[str, int]],
     entrypoints: EntryPoints = _NOTHING_ALLOWED,
 ) -> bool:
-    """Return whether each of two optimizers can continue from the state of the other.
-
-    params: names and numbers of dimensions. Raises StratagemError where one cannot be made.
-    """
+    """Return whether each of two optimizers can continue from the other's state. params: (name,
+    number of dimensions). Raises StratagemError if one cannot be made."""
     if one == other:
         return True
     mine, theirs = _by_group(one), _by_group(other)
@@ -374,7 +367,7 @@ def go_on(
 
 
 def _by_group(spec: OptimizerSpec) -> dict[str, OptimizerSpec]:
-    """Return the optimizer of each group, with the values of that group."""
+    """Return the optimizer of each group, with the hyperparameters of that group."""
     return {
         name: OptimizerSpec.model_validate(each.of_group(name).document())
         for each in spec.rules()
@@ -397,7 +390,7 @@ def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: int, entrypoints: Ent
 
 
 def _params(dims: int) -> list[tuple[str, nn.Parameter]]:
-    """Return a parameter with this many dimensions, of size 2 along each, and a gradient."""
+    """Return stand-in parameters with these numbers of dimensions, each with a gradient."""
     param = nn.Parameter(torch.ones([2] * dims))
     param.grad = torch.ones_like(param)
     return [("weight", param)]

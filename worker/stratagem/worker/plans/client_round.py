@@ -1,4 +1,4 @@
-"""Run one client's round: train from the global state, and keep the update for the coordinator.
+"""Run one client's round: train from the global state, and offer the update to the coordinator.
 
 Runs in the torch thread.
 """
@@ -61,10 +61,8 @@ def coded_update(
     client: int,
     numerics: int = CURRENT,
 ) -> tuple[Frozen, dict[str, int]] | None:
-    """Return the coded update, and the saved bytes (see TrainResult.traffic).
-
-    None where it is not finite: it is then sent uncoded, so that the coordinator rejects it.
-    """
+    """Return (encoded update, bytes saved; see TrainResult.traffic). None if it is not finite: the
+    update is then sent uncoded, and the coordinator rejects it."""
     assert job.compression is not None
     whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
     coded = [
@@ -103,7 +101,7 @@ def _flats(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[FloatArr
 
 @dataclass(frozen=True, slots=True)
 class RowRound:
-    """The noise for the rows of a client in a round, and its privacy cost."""
+    """The noise for the protected rows of a client in one round, and the round's privacy cost."""
 
     noise: RowNoise
     epsilon: float
@@ -112,11 +110,11 @@ class RowRound:
 
     @property
     def costs(self) -> Mapping[str, JSON]:
-        """Return the round's entries for the audit of a site."""
+        """Return the round's privacy entries for the site's audit."""
         return {"epsilon": self.epsilon, "noise": self.noise.digest_of_names}
 
     def result(self, done: ClientRound) -> pb.ClientRoundResult:
-        """Return the reported result of the round, which depends on none of its rows."""
+        """Return the result of the round to report; nothing in it depends on the rows."""
         return pb.ClientRoundResult(
             num_samples=done.num_samples,
             num_steps=done.num_steps,
@@ -131,9 +129,9 @@ class RowRound:
 
 
 def begin_rows(work: ExecutionContext, plan: pb.ClientRoundPlan, num_rows: int) -> RowRound:
-    """Return the noise of a round that the client's budget allows. Raises BudgetSpentError where it
-    does not, RefusedBySiteError without the secret of the earlier rounds, and InvalidInputError for
-    a plan that does not mention these."""
+    """Return the noise of a round within the client's privacy budget. Raises BudgetSpentError
+    beyond it, RefusedBySiteError without the secret of earlier rounds, and InvalidInputError for a
+    plan without the number of earlier rounds."""
     spec = work.job.privacy
     assert spec is not None
     if not plan.HasField("rows"):
@@ -148,7 +146,7 @@ def begin_rows(work: ExecutionContext, plan: pb.ClientRoundPlan, num_rows: int) 
 
 
 def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, str]:
-    """Return the noise of a round, and the fingerprint of its secret."""
+    """Return (noise of a round, fingerprint of its secret)."""
     own, client = plan.rows, str(plan.client)
     spec = work.job.privacy
     assert spec is not None
@@ -173,22 +171,22 @@ def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, 
 # ---- Client round ----
 
 NUM_UPDATES: Final = 1
-"""The number of updates kept for each client, of which a worker may have many."""
+"""Number of updates kept for each client."""
 MAX_MANIFEST_BYTES: Final = 2**20
-"""The largest manifest that is sent with a result, as messages have a limit."""
+"""Maximum size of a manifest sent along with a result, since messages are limited."""
 MAX_RUNNERS: Final = 4
-"""The number of jobs of one run that keep a model for their clients."""
+"""Maximum number of jobs of one run whose models are kept for their clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """A client's training of a round, before any report of it."""
+    """A client's finished local training, not reported yet."""
 
     done: ClientRound
     own_model: Mapping[str, Tensor]
-    """The client's own model, where clients have one."""
+    """The client's own model; empty if clients have none."""
     rows: RowRound | None
-    """The privacy of a round whose rows are protected."""
+    """Set if the client's rows are protected."""
     history: ClientHistory
 
 
@@ -233,7 +231,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
 
 
 def _offered(update: Frozen, result: pb.ClientRoundResult) -> Frozen:
-    """Offer a small update with the result, so that it need not be requested."""
+    """Add a small update to the result, so that it need not be requested."""
     manifest = to_proto(update.manifest).SerializeToString()
     if update.manifest.total_bytes > MAX_COPY_BYTES or len(manifest) > MAX_MANIFEST_BYTES:
         return update
@@ -252,7 +250,7 @@ def _train(
     base: Mapping[str, Tensor],
     kept: RoundStart,
 ) -> _Trained:
-    """Train the shared model, then the client's own. kept: the client's state before."""
+    """Train the shared model, then the client's own model. kept: the client's state before."""
     with StepRecorder(work) as recorder:
         timer = ClientSteps(work.host.stats)
         runner, rows = _runner(work), None
@@ -302,8 +300,8 @@ def _told_of_nothing(
     plan: pb.ClientRoundPlan,
     rows: RowRound | None,
 ) -> tuple[Frozen, pb.ClientRoundResult] | None:
-    """Return the update of a masked or protected round, and the result, which depends on none of
-    its rows; None for any other round."""
+    """Return (update, result) of a masked or protected round, whose result does not depend on the
+    rows; None for other rounds."""
     if isinstance(work.job.strategy, Federated) and work.job.strategy.options.secure_aggregation:
         return _masked(work, done, base, plan), _nothing_of(done)
     if plan.clip_norm:
@@ -314,7 +312,7 @@ def _told_of_nothing(
 
 
 def _is_normalized(job: JobSpec) -> bool:
-    """Return whether the update is divided by the number of its steps."""
+    """Return whether the update is divided by the client's number of steps."""
     return isinstance(job.strategy, Federated) and job.strategy.options.normalize is not None
 
 
@@ -332,7 +330,7 @@ def _loss_before(
 def _private(
     done: ClientRound, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan, round_num: int
 ) -> Frozen:
-    """Return the clipped change as the update, with the information whether it was clipped."""
+    """Return the clipped change as the update, and whether it had to be clipped."""
     change = clipped_change(base, done.tensors, plan.clip_norm)
     metadata = {
         "round": str(round_num),
@@ -361,8 +359,8 @@ def _masked(
 
 
 def _nothing_of(done: ClientRound) -> pb.ClientRoundResult:
-    """Return the result of a private or a masked client, without its loss, rows and time; only a
-    failure to learn is reported, as a loss that is not finite."""
+    """Return the result of a private or masked client: without loss, rows and time. Only divergence
+    is reported, as a loss that is not finite."""
     num_skipped = done.metrics.get("skipped_steps", 0)
     has_learned = math.isfinite(done.loss) and num_skipped < done.num_steps
     loss = 0.0 if has_learned else math.nan
@@ -392,10 +390,8 @@ def _coded(
 
 
 def _runner(work: ExecutionContext) -> ClientRunner:
-    """Return the runner of the job, whose model and data serve all its clients on this worker.
-
-    Parties of a run may have different jobs, such as members of a population.
-    """
+    """Return the runner that trains all clients of the job on this worker. Parties of a run may
+    have different jobs, such as members of a population."""
     runners, text = work.run_cache.clients, work.request.job_json + work.data_version
     if text not in runners:
         if len(runners) == MAX_RUNNERS:

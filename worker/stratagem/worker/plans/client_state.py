@@ -51,7 +51,7 @@ def is_personal(job: JobSpec, name: str) -> bool:
 
 
 def shared(job: JobSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that are sent."""
+    """Return the tensors that are sent to the coordinator."""
     return {name: tensor for name, tensor in tensors.items() if not is_personal(job, name)}
 
 
@@ -86,23 +86,21 @@ def check_personal(job: JobSpec, model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RoundStart:
-    """The state of a client at the beginning of its round."""
+    """A client's state at the beginning of its round."""
 
     start: Mapping[str, Tensor]
-    """The tensors of the model whose change is sent."""
+    """The shared tensors of the model, whose change is sent."""
     own: Mapping[str, Tensor]
-    """Its private tensors: a part of that model, or a whole model."""
+    """The client's private tensors: a part of the model, or a whole model of its own."""
     lost: str = ""
-    """The reason why this is not the state that the plan names."""
+    """The reason why the state that the plan names is missing; "" if it is not."""
 
 
 def kept_state(
     work: ExecutionContext, plan: pb.ClientRoundPlan, base: Mapping[str, Tensor]
 ) -> RoundStart:
-    """Return the state that a client has kept, or where there is none, its initial state.
-
-    base: the global state.
-    """
+    """Return the client's kept state, or its initial one if none is kept. base: the global
+    state."""
     if not _keeps(work.job):
         return RoundStart(base, {})
     own, lost = None, ""
@@ -128,7 +126,7 @@ def own_model(
     base: Mapping[str, Tensor],
     kept: RoundStart,
 ) -> Mapping[str, Tensor]:
-    """Train the client's own model, if any, near the global state; return it."""
+    """Train the client's own model, if it has one, near the global state; return it."""
     ditto = _ditto(work.job)
     if ditto is None:
         return {}
@@ -146,8 +144,7 @@ def own_model(
 def state_to_evaluate(
     work: ExecutionContext, client: int, ref: pb.ClientStateRef
 ) -> Mapping[str, Tensor]:
-    """Return the private state for an evaluation, beside the global state. Raises InvalidInputError
-    where it is lost."""
+    """Return a client's private state for an evaluation. Raises InvalidInputError if it is lost."""
     if not ref.digest:
         return {}
     try:
@@ -226,7 +223,7 @@ def _load(work: ExecutionContext, client: int, ref: pb.ClientStateRef) -> Mappin
 
 
 def _beginning(work: ExecutionContext) -> dict[str, Tensor]:
-    """Return the initial private state of every client of the job: from the initial state, or the
+    """Return the initial private state, equal for all clients: from the job's initial state, or the
     model built from the seed."""
     model = build_model(work.job, work.entrypoints, device=torch.device("cpu"), fresh=True)
     own = personal(work.job, model_state(model))
@@ -253,13 +250,13 @@ _EXACT: Final = (torch.float32, torch.float64)
 
 
 def is_controlled(job: JobSpec) -> bool:
-    """Return whether the steps of clients are corrected."""
+    """Return whether the job corrects the steps of clients by control variates."""
     return isinstance(job.strategy, Federated) and job.strategy.options.control is not None
 
 
 def check_control(job: JobSpec, model: nn.Module, callbacks: Callbacks) -> None:
-    """Check that steps reveal the gradient, which nothing else may change and which must be wide
-    enough. Raises InvalidInputError."""
+    """Check that the control variates of this job can be computed: steps must reveal the gradient,
+    which nothing else changes. Raises InvalidInputError."""
     if not is_controlled(job):
         return
     if callbacks.takes_gradients:
@@ -272,26 +269,26 @@ def check_control(job: JobSpec, model: nn.Module, callbacks: Callbacks) -> None:
 
 
 def control_zeros(model: nn.Module) -> dict[str, Tensor]:
-    """Return the initial c of each trained parameter."""
+    """Return zeros as the initial c (the server's control variate) of each trained parameter."""
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return {f"{CONTROL}{n}": torch.zeros_like(p, device="cpu").detach() for n, p in trained}
 
 
 def control_begun(base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the initial c_k. base: a global state."""
+    """Return the initial c_k (a client's control variate). base: a global state."""
     return {name: torch.zeros_like(base[name]) for name in _names(base)}
 
 
 def correction(base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return c - c_k by parameter. own: c_k."""
+    """Return c - c_k for each parameter. own: c_k."""
     return {name.removeprefix(CONTROL): base[name] - own[name] for name in own}
 
 
 def control_moved(
     base: Mapping[str, Tensor], own: Mapping[str, Tensor], done: ClientRound
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return c_k after the round, and Δc. A client whose steps had a rate of zero has not learned
-    its gradient, and keeps its c_k."""
+    """Return (c_k after the round, Δc). If all its steps had learning rate zero, the client keeps
+    its c_k."""
     moved, changed = {}, {}
     for name in _names(base):
         before, param = own[name], name.removeprefix(CONTROL)

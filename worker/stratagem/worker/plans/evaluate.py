@@ -35,9 +35,9 @@ from stratagem.worker.session.states import freeze
 def evaluate_state(
     work: ExecutionContext, plan: pb.EvaluatePlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """Return the sums of the requested batches, and the membership of the request.
+    """Return the sums of the batches in this member's share, and the membership of the request.
 
-    It ends early, with an unused result, once another share is requested.
+    If the coordinator requests another share meanwhile, it ends early with an unused result.
     """
     membership = work.control.view.membership
     work.set_activity("evaluating")
@@ -78,7 +78,7 @@ def evaluate_state(
 def _named(
     outputs: Mapping[Batch, Mapping[str, Tensor]], share: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Return the outputs by "<split>.<output>/<batch>", whose order by name is that of batches."""
+    """Return the outputs keyed by "<split>.<output>/<batch>", which sort in order of batch."""
     return {
         f"{split}.{name}/{batch:012d}": tensor
         for split, batch in share
@@ -105,7 +105,7 @@ def _inference(work: ExecutionContext, plan: pb.EvaluatePlan) -> Inference:
 
 
 class _Progress:
-    """The reports, at intervals, of the finished batches of the share, and rows per second."""
+    """Reports finished batches of the share, and rows per second, at intervals."""
 
     def __init__(self, work: ExecutionContext, num_batches: int, num_done: int) -> None:
         self._work, self._num_batches, self._num_done = work, num_batches, num_done
@@ -138,7 +138,7 @@ STOPPED: Final = "on_evaluation has called view.stop()"
 
 
 def show(work: ExecutionContext, plan: pb.ShowPlan) -> pb.Shown:
-    """Call the hook; return its logged numbers, and whether it requests the end of the training."""
+    """Call on_evaluation; return its logged numbers, and whether it ends the training."""
     work.set_activity("showing an evaluation")
     seen = EvaluationView(plan.step, plan.split, dict(plan.metrics))
     _callbacks(work).saw_evaluation(seen)

@@ -64,11 +64,11 @@ from stratagem.worker.user_code.entrypoints import user_error
 log = structlog.get_logger(__name__)
 
 DESERTED_S: Final = 5.0
-"""The time without callers after which a plan is deserted; a restart is shorter."""
+"""Seconds without callers after which a plan is deserted; a coordinator restarts faster."""
 
 
 class Key(NamedTuple):
-    """The name of a plan inside its session; later plans have greater keys."""
+    """The key of a plan in its session; later plans have greater keys."""
 
     lineage: int
     segment: int
@@ -88,7 +88,7 @@ def key_of(request: pb.ExecuteRequest) -> Key:
 
 
 def view_of(request: pb.ExecuteRequest) -> MemberView:
-    """Return the view in a request; plans without a party have a view without members."""
+    """Return the view in a request; a plan without a party has a view without members."""
     view = request.train.view
     members = tuple(
         Peer(
@@ -129,22 +129,22 @@ class PlanExecution:
 
     @property
     def is_parked(self) -> bool:
-        """Return whether it waits for its party or a caller and leaves the torch thread free."""
+        """True if the plan waits for its party or a caller, and the torch thread is free."""
         return self._can_go_on is not None
 
     @property
     def is_attended(self) -> bool:
-        """Return whether a call follows it."""
+        """True if a call follows the plan."""
         return self._num_followers > 0
 
     @property
     def is_deserted(self) -> bool:
-        """Return whether no call has followed it for a while."""
+        """True if no call has followed the plan for a while."""
         return self._work.control.is_deserted
 
     @property
     def is_ended(self) -> bool:
-        """Return whether it was told to end now."""
+        """True if the plan was told to end now."""
         return self._work.control.is_interrupted
 
     def start(self) -> None:
@@ -189,7 +189,7 @@ class PlanExecution:
             self._work.control.set_deserted(True, must_cut=is_server)
 
     def attach(self, request: pb.ExecuteRequest) -> None:
-        """Accept a repeated request for the same plan, perhaps with a newer view of its party."""
+        """Attach a repeated request for the same plan, which may bring a newer view."""
         view = view_of(request)
         if view.membership <= self._work.control.view.membership:
             return
@@ -202,7 +202,7 @@ class PlanExecution:
             self._again()
 
     def abort(self) -> None:
-        """End the plan; the state of the session is dropped with it."""
+        """End the plan, and drop the state of the session with it."""
         self._interrupt(ABORTED)
 
     def _interrupt(self, reason: str) -> None:
@@ -212,7 +212,7 @@ class PlanExecution:
         self._unpark()
 
     def forget_outputs(self) -> None:
-        """Free the evaluation that a finished plan keeps for a repeated request."""
+        """Free the evaluation results that a finished plan keeps for repeated requests."""
         if self._phase is ExecutionPhase.FINISHED:
             self._segment.evaluated.clear()
             self._segment.outputs.clear()
@@ -227,7 +227,7 @@ class PlanExecution:
         self._unpark()
 
     def _unpark(self) -> None:
-        """Queue for the torch thread again once there is work for it."""
+        """Queue for the torch thread again, once there is work to do."""
         if self._can_go_on is None:
             return
         if self._work.control.is_ending or self._can_go_on():
@@ -331,7 +331,7 @@ class PlanExecution:
 
 
 def _ids(work: ExecutionContext) -> dict[str, Any]:
-    """Return the identifiers that log lines and spans of an execution carry."""
+    """Return the identifiers of an execution for log lines and spans."""
     view = work.control.view
     is_round = work.request.HasField("client_round")
     return {
@@ -422,8 +422,7 @@ USERS_FAULT: Final = (
 )
 
 _OF_TORCH: Final = (RuntimeError, NotImplementedError)
-"""The types, without subclasses, by which torch refuses to compute with given tensors; it would
-refuse again."""
+"""Error types (not subclasses) by which torch refuses tensors; the refusal would recur."""
 _OF_THE_HOST: Final = re.compile(
     r"out of memory|allocat\w* memory|shared memory|DefaultCPUAllocator|mmap|no space left|quota"
     r"|open file|writing file|file descriptor|input/output|new thread|temporarily unavailable"
@@ -432,12 +431,12 @@ _OF_THE_HOST: Final = re.compile(
     r"|(?:un-acquired|unlocked) lock",
     re.IGNORECASE,
 )
-"""Words of errors that may not recur at another time or place, or of the interpreter."""
+"""Words of errors of the interpreter or the host, which may not recur elsewhere or later."""
 _TORCH: Final = str(Path(torch.__file__).parent)
 _TORCHS_HOST: Final = tuple(f"{_TORCH}/{part}" for part in ("serial", "multiproc", "distributed/"))
-"""The parts of torch for files, processes and peers, rather than numbers."""
+"""Parts of torch that handle files, processes and peers instead of numbers."""
 _NO_CALLS: Final = ("RAISE_VARARGS", "RERAISE", "FOR_ITER")
-"""The instructions at which an error does not come from a C++ function of torch."""
+"""Bytecodes whose errors do not come from a C++ function of torch."""
 
 
 @contextmanager
@@ -467,8 +466,8 @@ def typed_errors(work: ExecutionContext) -> Iterator[None]:
 
 
 def _is_refusal_of_torch(error: BaseException) -> bool:
-    """Return whether torch has raised an error about given tensors. An error with a cause, as ours
-    with the name of a parameter, is judged by its cause."""
+    """Return whether torch has raised this error about given tensors. An error with a cause, such
+    as ours with the name of a parameter, is judged by the cause."""
     if type(error) not in _OF_TORCH or _OF_THE_HOST.search(str(error)):
         return False
     if error.__traceback__ is not None and _is_raised_by_torch(error.__traceback__):
@@ -477,8 +476,8 @@ def _is_refusal_of_torch(error: BaseException) -> bool:
 
 
 def _is_raised_by_torch(trace: TracebackType) -> bool:
-    """Return whether the innermost frame is torch's, or one of ours that has called a function
-    without a frame, such as a C++ function of torch."""
+    """Return whether the error comes from torch: its innermost frame is torch's, or is ours and has
+    called a function without a frame, such as one in C++."""
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code

@@ -31,7 +31,7 @@ _WAIT: Final = Series("time.exchange_wait_s", observed=True)
 
 
 class StepHistory:
-    """The record of the steps of a segment under one view. Used by the torch thread."""
+    """Records and sends the step history of a segment under one view. Used by the torch thread."""
 
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int
@@ -39,18 +39,18 @@ class StepHistory:
         """Begin the record. step: the number of applied steps."""
         self._work, self._stride = work, int(plan.history_stride)
         self._before = int(plan.history_from_step)
-        """The number of steps in the history before those of this plan."""
+        """Number of steps in the history before those of this plan."""
         self._is_first = view.rank == 0
         self._is_shared = not are_models_apart(work.job.strategy)
-        """True where all members know the numbers of a step alike, unlike nodes and replicas."""
+        """True if all members know the same numbers of a step, unlike nodes and replicas."""
         num_ranks = len(set(plan.ranks))
         self._has_parts = not num_ranks or view.rank < num_ranks
-        """True where this member's stages are recorded: those of the first of several pipelines."""
+        """True if this member's stages are recorded: only those of the first pipeline are."""
         recording = work.job.recording
         self._observes = recording is None or recording.observed
         self._series: dict[str, Series] = {}
         self._newest: StepReport | None = None
-        """The report of the last applied step under this view."""
+        """The report of the latest step under this view."""
         of_worker = f"worker.{work.host.worker_id}"
         self._busy, self._wait, self._memory = (
             Series(f"{of_worker}.{name}", observed=True)
@@ -70,7 +70,7 @@ class StepHistory:
         self._parts = SentParts(work)
 
     def add(self, report: StepReport, seconds: float) -> None:
-        """Record an applied step and its duration; send complete rows, at intervals."""
+        """Record an applied step and its duration; send complete rows at intervals."""
         recorder = self._work.holding.recorder
         if recorder is None:
             return
@@ -109,7 +109,7 @@ class StepHistory:
             yield self._named(f"train.{name}"), value
 
     def _values(self, report: StepReport, seconds: float) -> Iterator[tuple[Series, float]]:
-        """Yield the numbers that all members know, and those of the first member's clock."""
+        """Yield the numbers that all members know, and times measured by the first member."""
         if self._is_shared:
             is_predicted = report.phase == TrainingPhase.PREDICT
             yield _PREDICTED if is_predicted else LOSS, report.loss
@@ -140,7 +140,7 @@ class StepHistory:
             self._record(part.party, report.step, self._of_part(part, memory))
 
     def _add_actions(self) -> None:
-        """Record the actions of the stages in the last step, with their times."""
+        """Record the timelines of this member's stages in the last step."""
         newest = self._newest
         if newest is None or not self._has_parts or not self._observes:
             return
@@ -173,7 +173,7 @@ class StepHistory:
         return series
 
     def _sent_recorders(self) -> Iterator[tuple[str, Recorder]]:
-        """Yield the recorders that this member sends, each with its part of the party."""
+        """Yield (part of the party, recorder) for each recorder that this member sends."""
         holding = self._work.holding
         if self._is_first and holding.recorder is not None:
             yield "", holding.recorder
@@ -191,11 +191,11 @@ class StepHistory:
 
 
 class ClientHistory:
-    """The record of the steps of a client in a round, where the job asks for it. Used by the torch
+    """Records and sends the steps of a client in a round, if the job asks for it. Used by the torch
     thread."""
 
     def __init__(self, work: ExecutionContext, num_steps: int | None) -> None:
-        """Begin the record. num_steps: those of one round; None if not known before."""
+        """Begin the record. num_steps: of one round; None if not known in advance."""
         recording, strategy = work.job.recording, work.job.strategy
         self._recorder: Recorder | None = None
         self._observes = recording is not None and recording.observed
@@ -252,10 +252,10 @@ ROWS_PER_S: Final = Series("time.rows_per_s", observed=True)
 
 
 class SentParts:
-    """The sent parts of the step history of one execution. Used by the torch thread."""
+    """Sends the step history of one execution in parts. Used by the torch thread."""
 
     def __init__(self, work: ExecutionContext, stride: int = 0) -> None:
-        """Begin without parts. stride: that of the rows, where the coordinator does not know it."""
+        """Begin without parts. stride: of the rows, if the coordinator does not know it."""
         self._work, self._stride = work, stride
         self._sent_s = -SEND_INTERVAL_S
         self._sha256 = hashlib.sha256()
@@ -264,11 +264,11 @@ class SentParts:
 
     @property
     def digest(self) -> str:
-        """Return the digest of all rows that were sent."""
+        """The digest of all sent rows."""
         return self._sha256.hexdigest()
 
     def are_due(self) -> bool:
-        """Return whether it is time to send complete rows, and if so set the next time."""
+        """Return whether complete rows are to be sent now; if so, set the next time."""
         now_s = time.monotonic()
         if now_s - self._sent_s < SEND_INTERVAL_S:
             return False
@@ -276,7 +276,7 @@ class SentParts:
         return True
 
     def send(self, party: str, recorder: Recorder, *, is_end: bool) -> None:
-        """Send the complete rows of a part of the party; at the end all rows."""
+        """Send the complete rows of a part of the party; is_end: all rows."""
         for packed in packed_parts(recorder.end() if is_end else recorder.take()):
             part = pb.HistoryPart(
                 number=self.num_parts,
@@ -290,7 +290,7 @@ class SentParts:
             self._work.post(self._work.outbox.add_history, part)
 
     def say_what_is_left_out(self, recorder: Recorder) -> None:
-        """Name series that are not recorded in the run's log, once."""
+        """Log once which series are left out of the history."""
         if recorder.dropped:
             names, num = ", ".join(sorted(recorder.dropped)[:5]), len(recorder.dropped)
             self._work.warn([f"the step history leaves out {num} series, such as {names}"])

@@ -65,7 +65,7 @@ PROGRESS_INTERVAL_S: Final = 0.1
 
 @dataclass(slots=True)
 class Segment:
-    """The progress of one execution in its segment, kept when it runs again under a new view."""
+    """The progress of one execution in its segment, kept across changes of the view."""
 
     started_s: float = field(default_factory=time.monotonic)
     num_redone_steps: int = 0
@@ -74,33 +74,33 @@ class Segment:
     num_rows: int = 0
     reported_s: float = 0.0
     busy_s: float = 0.0
-    """The computing time of pipeline stages in the steps since the latest progress."""
+    """Seconds of computation of pipeline stages since the latest progress report."""
     span_s: float = 0.0
     num_timed: int = 0
-    """The number of steps since the latest progress."""
+    """Number of steps since the latest progress report."""
     engine: str = ""
     stop_reason: str = ""
-    """The reason why the user's code has ended the training, if it has."""
+    """The reason if the user's code has ended the training; else ""."""
     history: StepHistory | None = None
-    """The record of the steps under the present view."""
+    """Records the steps under the present view."""
     summary: SegmentSummary | None = None
-    """The summary of the segment, once it has ended and its snapshot has been taken."""
+    """The summary of the segment; None until it has ended and its snapshot is taken."""
     divided_at: int = -1
-    """The membership whose slices are in the snapshot; -1 where nothing was divided."""
+    """The membership whose slices are in the snapshot; -1 if the state is not divided."""
     kept: str = ""
     """See TrainResult."""
     streams: dict[int, str] = field(default_factory=dict)
-    """The marks of the streams of rows at the end."""
+    """Read positions (marks) of streams of rows at the end, by stream."""
     evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)
-    """The sums of each batch, which the next view may request again."""
+    """The sums of each evaluated batch; the next view may request them again."""
     outputs: dict[Batch, dict[str, Tensor]] = field(default_factory=dict)
-    """The model's outputs by split and batch, where predictions are requested."""
+    """The model's outputs by split and batch, if predictions are requested."""
 
 
 def train(
     work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """Train to plan.to_step; return the result, and its membership."""
+    """Train to plan.to_step through all changes of the view; return (result, its membership)."""
     holding = work.holding
     holding.begin(plan.lineage, work.segment)
     view = work.control.view
@@ -144,7 +144,7 @@ def _train_under(
 def _take_steps(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
 ) -> None:
-    """Train to plan.to_step under the view, as long as it is the current one."""
+    """Make steps up to plan.to_step while the view is the current one."""
     trainer, exchange = joined
     segment.engine = exchange.name
     trainer.lower_rates(plan.num_lr_reductions)
@@ -188,16 +188,14 @@ def _take_steps(
 
 
 def _leave_to_show(work: ExecutionContext, trainer: MemberTrainer[Any], report: StepReport) -> None:
-    """Let on_step be called under the next view, as the parameters are not whole before."""
+    """Keep a step's report for on_step under the next view, since the parameters are torn now."""
     if trainer.callbacks.sees_steps:
         work.holding.tally.latest = report.numbers
 
 
 def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
-    """Check between two steps that the plan and this view are still current.
-
-    Raises PlanStopped when the plan must end, ViewChanged when there is a newer view.
-    """
+    """Check between two steps that plan and view are still current. Raises PlanStopped or
+    ViewChanged."""
     work.control.check()
     if work.control.view.membership != view.membership:
         raise ViewChanged
@@ -208,7 +206,7 @@ def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> No
 
 
 def _end_offer(work: ExecutionContext, report: StepReport) -> None:
-    """Drop the state offered to members that were behind, after a step of all together."""
+    """Withdraw the state offered to members that are behind, after a step of all members."""
     if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
         work.holding.is_offering = False
         work.holding.kept_slices = None
@@ -260,7 +258,7 @@ def _account(
 def _conclude(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
 ) -> pb.TrainResult:
-    """Keep a snapshot, evaluate, and return the result; nothing of an earlier view is repeated."""
+    """End the segment: keep a snapshot, evaluate, and return the result; nothing is done twice."""
     trainer, exchange = joined
     if segment.summary is None or segment.divided_at != work.holding.divided_at:
         segment.divided_at = work.holding.divided_at
@@ -314,8 +312,8 @@ def _check_finite(
     trainer: MemberTrainer[Any],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Refuse to commit a state that training has made infinite, for which the next step would be
-    blamed. Raises UserCodeError."""
+    """Raise UserCodeError if training has made the state infinite or NaN, before it is
+    committed."""
     if work.numerics < REFUSES_INFINITE:
         return
     known = work.holding.infinite
@@ -334,8 +332,8 @@ def _check_finite(
 
 
 def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalStepsTrainer) -> str:
-    """Write the state that only this member has to a file; return its digest. Files of commits to
-    which no run can return are deleted."""
+    """Write the state that only this member has to a file; return its digest. Old files are
+    deleted."""
     kept, run_id = work.host.kept, work.key.run_id
     kept.drop_before(run_id, plan.base.segment)
     digest = kept.write(run_id, work.segment, trainer.copy_state(is_first=False))
@@ -356,7 +354,7 @@ def _evaluate(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
 ) -> tuple[list[EvaluationPart], pb.OwnMetrics | None]:
     """Return the sums of this member's share of the batches, and the user's own metrics if it has
-    all batches; the plan can be ended between them."""
+    all batches. The plan can be ended between two batches."""
     if not plan.evaluate_splits:
         return [], None
     work.set_activity("evaluating")
@@ -389,7 +387,7 @@ STOPPED: Final = "on_step has called view.stop()"
 
 
 class StepListener:
-    """The calls of on_step by one member under one view, if it owns the first shard."""
+    """Calls on_step on the member that owns the first shard, under one view."""
 
     def __init__(self, work: ExecutionContext, view: MemberView, callbacks: Callbacks) -> None:
         self._work, self._callbacks = work, callbacks
@@ -404,7 +402,7 @@ class StepListener:
         return self._work.holding.answer if self._is_mine else NO_ANSWER
 
     def after(self, report: StepReport) -> None:
-        """Process a finished step; a predicted one is not shown."""
+        """Call on_step for a finished step, unless the step was predicted."""
         if self._callbacks.sees_steps and report.phase != TrainingPhase.PREDICT:
             self._work.holding.tally.latest = report.numbers
             self._show()
@@ -423,7 +421,7 @@ class StepListener:
 
 
 def check_may_end(work: ExecutionContext, activity: str) -> None:
-    """Raise where the end of this party would not be the end of the run."""
+    """Raise UserCodeError if the user's code may not end this training, such as a part of a run."""
     text = ""
     if work.key.party:
         text = "is not possible in a part of a run, such as a member of a population"
@@ -457,10 +455,10 @@ def own_metrics(
     *,
     wants_sums: bool = False,
 ) -> pb.OwnMetrics | None:
-    """Return the metrics if these are all batches of the splits; otherwise keep their input.
+    """Return the user's own metrics if `parts` has all batches; otherwise keep their inputs.
 
-    None where the job has no metrics of the user's own, or this member no batches. wants_sums: the
-    rows belong to one client, which also reports states that are sums.
+    None if the job has no such metrics, or this member no batches. wants_sums: the rows are those
+    of one client, which also reports the metrics' states if these are sums.
     """
     if evaluator.own is None:
         return None
@@ -485,7 +483,7 @@ def own_metrics(
 
 
 def measure(work: ExecutionContext, plan: pb.MeasurePlan) -> pb.OwnMetrics:
-    """Return the metrics of the batches of all members, which are in the plan's blob."""
+    """Return the user's own metrics over all members' batches, from the plan's blob."""
     work.set_activity("measuring")
     own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
     tensors, metadata = work.blob(plan.outputs)
@@ -498,10 +496,8 @@ def measure(work: ExecutionContext, plan: pb.MeasurePlan) -> pb.OwnMetrics:
 
 
 def measure_sums(work: ExecutionContext, plan: pb.MeasureSumsPlan) -> pb.OwnMetrics:
-    """Return the metrics of the sums of all clients' states: those that can be computed.
-
-    Raises the error of the first one where none can.
-    """
+    """Return the user's own metrics from the summed states of all clients. Raises the first error
+    if none can be computed."""
     work.set_activity("measuring")
     own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
     states = [_state(message) for message in plan.sums]

@@ -43,35 +43,35 @@ if TYPE_CHECKING:
 # first message to its end; its caller decides what follows.
 
 LEAST_TIMEOUT_S: Final = 1.0
-"""The least wait for an answer, which otherwise is one interval."""
+"""Minimum timeout of a heartbeat, which otherwise is one interval."""
 
 _jitter: Final = random.Random()  # the shared generator belongs to the user's code
 
 
 def spread_s(interval_s: float) -> float:
-    """Return a random time within an interval, so that workers that were cut off together do not
-    return, or beat, all at once."""
+    """Return a random fraction of the interval, so that workers that were cut off together do not
+    call at the same time."""
     return _jitter.uniform(0.0, interval_s)
 
 
 @dataclass(slots=True)
 class BeatStream:
-    """One standing call, over which heartbeats are sent until it ends."""
+    """A call over which heartbeats are sent until it ends."""
 
     first: pb.HeartbeatStreamRequest
-    """The first message, which names the worker."""
+    """The first message, with the worker's identity."""
     interval_s: float
-    """The interval between heartbeats, as last set by the coordinator."""
+    """Seconds between heartbeats, as last set by the coordinator."""
     beat_now: asyncio.Event
     """Set to request the next heartbeat at once."""
     drain_said: asyncio.Event
-    """Set once a heartbeat that announces the drain was answered, or was the call's last one."""
+    """Set once a heartbeat that announces the drain was answered, or has ended the call."""
     is_draining: Callable[[], bool]
     is_over: Callable[[], bool]
-    """Returns whether heartbeats must end."""
+    """Returns whether to stop sending heartbeats."""
     on_answer: Callable[[pb.HeartbeatStreamResponse, float | None], None]
-    """Called with each answer, and the time at which its heartbeat was sent; None for a request
-    without one."""
+    """Called with each answer and the time at which its heartbeat was sent, or None if it answers
+    none."""
     num_answered: int = 0
     _num_sent: int = 0
     _says_drain: bool = False
@@ -80,8 +80,8 @@ class BeatStream:
     _answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, stub: "CoordinatorServiceAsyncStub") -> None:
-        """Send heartbeats until the coordinator ends the call with OK, or is_over. Raises
-        AioRpcError for another end, and TimeoutError without an answer."""
+        """Send heartbeats until is_over, or until the coordinator ends the call with OK. Raises
+        AioRpcError for other ends, and TimeoutError if no answer comes."""
         call: Any = stub.HeartbeatStream()
         reading = asyncio.create_task(self._read(call))
         reading.add_done_callback(self._wake)
@@ -146,32 +146,32 @@ log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S: Final = 10.0
 LONGEST_TIMEOUT_S: Final = 60.0
-"""The longest wait for a registration, which grows with each attempt: where thousands begin
-together it may have to wait for the others, and an abandoned one must begin anew."""
+"""Maximum timeout of a registration; it grows with each attempt, since thousands of workers that
+start together delay each other."""
 LEAVE_TIMEOUT_S: Final = 2.0
 REMIND_S: Final = 60.0
-"""The time after which a lasting failure is logged again; it doubles each time."""
+"""Seconds after which a lasting failure is logged again; doubled each time."""
 SELDOM_S: Final = 3600.0
-"""The longest time between two logs of a lasting failure."""
+"""Maximum seconds between two logs of a lasting failure."""
 LOOK_AGAIN_EVERY: Final = 10
-"""The number of consecutive failures, one of which is checked for a problem of identity."""
+"""After so many consecutive failures the cause is checked for a problem of identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity with which this process registers at the coordinator."""
+    """The identity that this process registers with the coordinator."""
 
     worker_id: str
     incarnation: str
     address: str
     capability: types_pb2.Capability
     previous_exit: pb.PreviousExit = field(default_factory=pb.PreviousExit)
-    """The end of the previous process, as far as it is known here."""
+    """The end of the previous process, as far as this process knows."""
 
 
 @dataclass(slots=True)
 class Agent:
-    """The registration and the heartbeats of this process; one per process, run as a task."""
+    """Registers this process and sends its heartbeats; one per process, run as a task."""
 
     coordinators: Coordinators
     identity: Identity
@@ -181,21 +181,21 @@ class Agent:
     proxy: str = ""
     on_registered: Callable[[], None] = lambda: None
     on_store: Callable[[str], None] = lambda _: None
-    """Called with the name of the coordinator's folder of states, or "", at each registration."""
+    """Called at each registration with the id of the coordinator's folder of states, or ""."""
     for_run: str = ""
     """The run for which this process was started."""
     on_released: Callable[[], None] = lambda: None
-    """Called once that run has ended."""
+    """Called when that run has ended."""
     on_unknown: Callable[[], None] = lambda: None
-    """Called instead where the coordinator knows no such run, and has known none during this
-    process: otherwise the run has ended and was deleted."""
+    """Called instead if the coordinator does not know the run and has not known it since this
+    process started."""
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     heard_s: float = field(default_factory=time.monotonic)
-    """The time of the coordinator's last answer; at first, the start."""
+    """Time of the coordinator's last answer; initially the start of this process."""
     _told_s: float = 0.0
-    """The time at which the present failure was last logged."""
+    """Time at which the present failure was last logged."""
     _silent_s: float = REMIND_S
-    """The time for which it is not logged again."""
+    """Seconds until the present failure is logged again."""
     _has_known_run: bool = False
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -204,11 +204,8 @@ class Agent:
     _has_left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Register, then send heartbeats; register again whenever the coordinator has forgotten
-        this worker.
-
-        Ends when this worker has left.
-        """
+        """Register, then send heartbeats; register again if the coordinator has forgotten this
+        worker. Returns when this worker has left."""
         open_own = partial(open_channel, proof=self.proof, own_connection=True, proxy=self.proxy)
         async with CoordinatorChannel(self.coordinators, open_own) as channel:
             stub = CoordinatorServiceStub(channel)
@@ -226,13 +223,13 @@ class Agent:
                 self.is_registered.clear()
 
     def _see(self, term: int) -> None:
-        """Note that the coordinator has answered, in this term."""
+        """Note an answer of the coordinator, and its term."""
         self.see_term(term)
         self.heard_s = time.monotonic()
         identify(term=term)
 
     def drain(self) -> None:
-        """Announce the drain in every heartbeat from now on, the first one at once."""
+        """Announce the drain in every heartbeat from now on, beginning at once."""
         self._is_draining = True
         self._beat_now.set()
 
@@ -241,12 +238,12 @@ class Agent:
         self._beat_now.set()
 
     async def until_drain_is_announced(self) -> None:
-        """Wait for the answer to a heartbeat that announces the drain, or its failure."""
+        """Wait until a heartbeat that announces the drain was answered, or has failed."""
         if self.is_registered.is_set():
             await self._has_said_drain.wait()
 
     async def leave(self, reason: str) -> None:
-        """End the heartbeats, and report the end of this worker to a reachable coordinator."""
+        """Stop the heartbeats, and tell a reachable coordinator that this worker leaves."""
         if self.is_registered.is_set():
             self._why_leaving = reason
             self._beat_now.set()
@@ -313,7 +310,7 @@ class Agent:
     async def _beat_on(
         self, stream: BeatStream, stub: "CoordinatorServiceAsyncStub"
     ) -> Exception | None:
-        """Send heartbeats until the stream ends; return the error, unless that is a regular end."""
+        """Send heartbeats over a stream until it ends; return the error, None if regular."""
         try:
             await stream.run(stub)
         except grpc.aio.AioRpcError as error:
@@ -343,7 +340,7 @@ class Agent:
     async def _beat_singly(
         self, stream: BeatStream, stub: "CoordinatorServiceAsyncStub"
     ) -> grpc.aio.AioRpcError | None:
-        """Send each heartbeat by a call, for a coordinator that does not know the stream, until one
+        """Send each heartbeat as a single call, for a coordinator without the stream, until one
         fails or this worker leaves; return the error."""
         while not self._why_leaving:
             self._beat_now.clear()  # a request during the call is for the next heartbeat
@@ -386,11 +383,11 @@ class Agent:
             return
 
     async def _report(self, num_before: int, what: str, error: Exception, asked: str) -> None:
-        """Log the first of consecutive failures as a warning, and further ones at growing
-        intervals, the others at level debug. After a timeout, try the next coordinator, if any,
-        since a frozen one answers no calls.
+        """Log a failure: the first of a series as a warning, later ones as warnings at growing
+        intervals, else as debug.
 
-        A problem of identity is logged as a warning as long as it lasts.
+        After a timeout switch to the next coordinator, if any, since a frozen one answers nothing.
+        Problems of identity are always warnings.
         """
         if not isinstance(error, grpc.aio.AioRpcError):
             level = log.warning if self._is_warning(num_before) else log.debug
@@ -408,8 +405,8 @@ class Agent:
             self.coordinators.move_on(asked)
 
     def _is_warning(self, num_before: int) -> bool:
-        """Return whether one of consecutive failures is logged as a warning: the first one, and
-        later ones after pauses that double."""
+        """Return whether to log this failure as a warning: the first of a series, and later ones at
+        doubling intervals."""
         now_s = time.monotonic()
         if num_before and now_s - self._told_s < self._silent_s:
             return False

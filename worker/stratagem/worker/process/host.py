@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class WorkerSecurity:
-    """The identity, gate and engine of one process. Raises InvalidInputError for unfit settings."""
+    """Identity, gate and engines of one process. Raises InvalidInputError for unfit settings."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -77,7 +77,7 @@ class WorkerSecurity:
 
     @property
     def mesh(self) -> str:
-        """Return the operator's engine between workers; "grpc" where TLS requires it."""
+        """The operator's engine between workers; "grpc" if TLS requires that."""
         wish = self._settings.mesh
         if self.data_plane == "trusted":
             return wish
@@ -87,8 +87,11 @@ class WorkerSecurity:
         return "grpc"
 
     def listen(self, server: grpc.aio.Server, sockets: SocketFolder) -> str:
-        """Bind the service; return HOST:PORT at which others reach it, or "" for a tunnelled
-        worker, which is not dialled and serves at `server_socket` of the folder."""
+        """Bind the service; return HOST:PORT for other workers.
+
+        A tunnelled worker returns "", since nobody dials it, and serves at `server_socket` of the
+        folder.
+        """
         if not self._settings.tunnel:
             return advertised(self._settings, self._listen(server))
         self._check_tunnel()
@@ -96,7 +99,7 @@ class WorkerSecurity:
         return ""
 
     def _check_tunnel(self) -> None:
-        """Refuse a tunnel through a network in plaintext, as a listener would be."""
+        """Raise InvalidInputError for a plaintext tunnel through an untrusted network."""
         for address in split_addresses(self._settings.coordinator):
             host, _ = split_address(address)
             is_safe = self.proof.tls is not None or is_loopback(host)
@@ -116,14 +119,14 @@ class WorkerSecurity:
         return bind(server, host, port, allow_insecure_network=allowed)
 
     def listen_for_probes(self, server: grpc.aio.Server, port: int) -> str:
-        """Bind the health service, which is always in plaintext; return its host:port."""
+        """Bind the health service, always in plaintext; return its host:port."""
         host, _ = split_address(self._settings.listen)
         allowed = self._settings.may_serve_plaintext
         return f"{host}:{bind(server, host, port, allow_insecure_network=allowed)}"
 
 
 def server_socket(sockets: SocketFolder) -> str:
-    """Return the path of the socket at which a tunnelled worker serves."""
+    """Return the path of a tunnelled worker's server socket."""
     return sockets.path("server.sock")
 
 
@@ -149,8 +152,8 @@ NO_SECRET: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The address of this process, its proof of identity, its stub of the coordinator, and whether
-    the network between workers is "trusted" or protected by "tls"."""
+    """The network identity of this process: address, proof of identity, coordinator stub, and
+    whether the network between workers is "trusted" or protected by "tls"."""
 
     address: str
     proof: Proof
@@ -166,7 +169,7 @@ def host_of(
     site: SiteGate | None,
     secure: SecureRounds,
 ) -> Host:
-    """Return the host of all sessions of this process, as a new incarnation."""
+    """Make the host of all sessions of this process, with a new incarnation."""
     incarnation = new_incarnation()
     if not settings.open_files:
         leave_place()
@@ -221,7 +224,7 @@ def _states(settings: WorkerSettings) -> DirectStates | None:
 
 
 def _objects(settings: WorkerSettings, data_plane: str) -> SignedObjects | None:
-    """Return the client of signed requests; None for a site, whose states go only through the
+    """Return the client for signed requests; None for a site, whose states only go through the
     coordinator."""
     if not settings.takes_signed_requests:
         return None
@@ -263,7 +266,7 @@ def _user_code(settings: WorkerSettings) -> UserCode:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of that name. Raises InvalidInputError where this process has none."""
+    """Return the device of this name. Raises InvalidInputError if it does not exist."""
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise InvalidInputError.at("--device", f"{name!r} is not cpu or cuda:N")
     device = torch.device(name)
@@ -284,7 +287,7 @@ def device_of(name: str) -> torch.device:
 def capability_of(
     device: torch.device, local_data: Iterable[str], tags: Iterable[str]
 ) -> types_pb2.Capability:
-    """Return the capability of a device and the calling thread."""
+    """Return the capability to report: that of the device and the calling thread."""
     fingerprint, description = numerics_fingerprint(device)
     return types_pb2.Capability(
         device=str(device),

@@ -1,5 +1,4 @@
-"""Read the place that a launcher gives a process, which determines its name, its device and its
-share of the cores.
+"""Read a process's place among those of a launcher, which gives its name, device and CPU cores.
 
 The functions are pure; the environment is an argument. Launchers start equal processes and number
 them in environment variables. Nothing here waits for all of them, since a coordinator accepts
@@ -15,7 +14,7 @@ from typing import Final, Literal
 from stratagem.common.base.errors import InvalidInputError
 
 Launcher = Literal["torchrun", "slurm", "kubernetes", "mpi", "env"]
-"""The launcher whose variables are read; env: the first launcher that has set its variables."""
+"""A launcher whose environment variables are read; "env": whichever is found."""
 
 COORDINATOR: Final = "STRATAGEM_COORDINATOR"
 COORDINATOR_PORT: Final = 7070
@@ -24,7 +23,7 @@ MAX_NAME: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a process among those that a launcher started."""
+    """A process's place among those that a launcher has started."""
 
     launcher: Launcher
     name: str
@@ -33,14 +32,13 @@ class Place:
     local_rank: int
     """The number of the process on this host."""
     num_local: int
-    """The number of processes on this host, if the launcher says it, else 1."""
+    """Number of processes on the host; 1 if the launcher does not set it."""
 
 
 def detect(wanted: Launcher, environ: Mapping[str, str], host: str, pid: int) -> Place:
-    """Return the place of this process.
+    """Return the place of this process. host, pid: used for the name if the launcher sets none.
 
-    host, pid: make a name where the launcher gives none. Raises InvalidInputError, which names the
-    variables that are missing or no numbers.
+    Raises InvalidInputError that names missing or malformed variables.
     """
     if wanted != "env":
         return _PLACES[wanted](environ, host, pid)
@@ -52,10 +50,8 @@ def detect(wanted: Launcher, environ: Mapping[str, str], host: str, pid: int) ->
 
 
 def coordinator_of(environ: Mapping[str, str]) -> str:
-    """Return the coordinator's address in the environment, or "".
-
-    MASTER_PORT does not count, since the launcher itself listens there.
-    """
+    """Return the coordinator's address from the environment, or "". MASTER_PORT is not used, since
+    the launcher itself listens there."""
     if told := environ.get(COORDINATOR, ""):
         return told
     master = environ.get("MASTER_ADDR", "")
@@ -65,7 +61,7 @@ def coordinator_of(environ: Mapping[str, str]) -> str:
 
 
 def device_at(place: Place, num_visible: int) -> str:
-    """Return the device of a place on a host with this many visible CUDA devices.
+    """Return the device for a place. num_visible: of CUDA devices.
 
     A launcher shows each process either all devices of the host or only its own.
     """
@@ -80,7 +76,7 @@ def device_at(place: Place, num_visible: int) -> str:
 
 
 def cores_at(place: Place, environ: Mapping[str, str], num_cores: int) -> int:
-    """Return the cores of a place on a host that lets this process use num_cores."""
+    """Return the number of cores for a place. num_cores: usable ones on the host."""
     if place.launcher == "slurm":
         if "SLURM_CPUS_PER_TASK" in environ:
             return max(1, min(num_cores, _number(environ, "SLURM_CPUS_PER_TASK")))
@@ -131,7 +127,7 @@ def _plain(environ: Mapping[str, str], host: str, pid: int) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """Return the tasks of a Slurm step on this node: "4(x2),1" is 4, 4 and 1 by node."""
+    """Return a Slurm step's number of tasks on this node: "4(x2),1" is 4, 4 and 1 by node."""
     told = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not told:
         return 1
@@ -147,14 +143,14 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def _local(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
-    """Return the rank on this host and its number of processes; variables may be missing."""
+    """Return (rank on this host, number of processes on it); variables may be missing."""
     if rank not in environ:
         return 0, _number(environ, size, default=1) or 1
     return _rank(environ, rank, size), _number(environ, size, default=1) or 1
 
 
 def _rank(environ: Mapping[str, str], name: str, size: str) -> int:
-    """Return a rank, which must be smaller than the size if that is given."""
+    """Return a rank from the environment; it must be lower than the size, if that is given."""
     rank = _number(environ, name)
     if size in environ and rank >= (most := _number(environ, size)):
         raise _wrong(name, str(rank), f"is not below {size}, which is {most}")
@@ -181,7 +177,7 @@ def _wrong(name: str, value: str, problem: str) -> InvalidInputError:
 
 
 def _name(*parts: object) -> str:
-    """Return the name of a worker; a long one is cut and gets a digest of the whole."""
+    """Return the worker's name; a long one is cut and gets a digest of the whole."""
     whole = "-".join(re.sub(r"[^A-Za-z0-9_-]+", "-", str(part)) for part in parts)
     if len(whole) <= MAX_NAME:
         return whole
@@ -196,7 +192,7 @@ _SIGNS: Final[tuple[tuple[Launcher, tuple[str, ...]], ...]] = (
     ("mpi", ("PMI_RANK",)),
     ("env", ("RANK", "MASTER_ADDR")),
 )
-"""The variables of each launcher; torchrun is first, as any other may have started it."""
+"""The variables that reveal each launcher; torchrun is first, since others may have started it."""
 
 _PLACES: Final = {
     "torchrun": _torchrun,

@@ -82,7 +82,7 @@ from stratagem.worker.user_code import watching
 # ends the process at once.
 
 REPEAT_S: Final = 2.0
-"""The time within which signals are repeats of the first one."""
+"""Seconds within which a repeated signal counts as the same request."""
 
 _log = structlog.get_logger(__name__)
 
@@ -93,46 +93,49 @@ class Stop:
 
     reason: str = ""
     is_release: bool = False
-    """True where the work is done, and no signal came before."""
+    """True if the work is done, and no signal came before."""
     is_mistaken: bool = False
-    """True where this process was started for something that does not exist; a person must act."""
+    """True if this process was started for a run that does not exist; a person must act."""
     is_replacement: bool = False
-    """True where this process cannot compute any more and must be replaced."""
+    """True if this process cannot compute any more and must be replaced."""
     is_stuck: bool = False
-    """True where the running work will never end."""
+    """True if the running work will never end."""
     cause: str = ""
-    """The cause of that, for the log of this process only."""
+    """The reason why the process is stuck, only for its own log."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
     _first_s: float | None = None
 
     def release(self, reason: str) -> None:
-        """Note that this process is not needed any more."""
+        """Request the end because this process is not needed any more."""
         if not self.told.is_set():
             self.reason, self.is_release = reason, True
             self.told.set()
 
     def refuse(self, reason: str) -> None:
-        """Note that this process was started for something that does not exist."""
+        """Request the end because this process was started for something that does not exist."""
         if not self.told.is_set():
             self.reason, self.is_mistaken = reason, True
             self.told.set()
 
     def replace(self, reason: str) -> None:
-        """Note that another process must replace this one."""
+        """Request the end because another process must replace this one."""
         self.is_replacement = True
         if not self.told.is_set():
             self.reason = reason
             self.told.set()
 
     def give_up(self, cause: str) -> None:
-        """Note that the torch thread does not return: as `replace`, but without waiting for
-        anything. A process that is ending already keeps its status."""
+        """Request the end because the torch thread is stuck: like `replace`, but without waiting
+        for work.
+
+        A process that is ending already keeps its status.
+        """
         if not self.told.is_set():
             self.is_stuck, self.cause = True, cause
             self.replace("the torch thread was lost")
 
     def note(self, number: signal.Signals, now_s: float) -> bool:
-        """Note a signal; return whether the process must end at once."""
+        """Handle a signal; return whether the process must end at once."""
         if self._first_s is None:
             self._first_s = now_s
             if not self.told.is_set():
@@ -148,8 +151,11 @@ class Stop:
         return self.told.is_set() and not is_done and self.reason != signal.SIGINT.name
 
     def status(self, is_launched: bool) -> int:
-        """Return the exit status. Supervisors restart a process whose status is not 0; launchers do
-        so for PREEMPTED, and none takes MISTAKEN for success."""
+        """Return the exit status.
+
+        Supervisors restart a process whose status is not 0; launchers restart for PREEMPTED, and no
+        one takes MISTAKEN for success.
+        """
         if self.is_mistaken:
             return MISTAKEN
         if is_launched and (self.is_preemption or self.is_replacement):
@@ -158,7 +164,7 @@ class Stop:
 
 
 def stop_by_signals(preempt_signal: str) -> Stop:
-    """Return a Stop that SIGTERM, SIGINT and the signal of this name, if any, set from now on."""
+    """Return a Stop that is set by SIGTERM, SIGINT and the given signal, if any."""
     stop, loop = Stop(), asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
@@ -182,11 +188,11 @@ def stop_by_signals(preempt_signal: str) -> Stop:
 log = structlog.get_logger(__name__)
 
 WAITS_FOR_OTHERS: Final = ("GetGradients",)
-"""The calls in which the coordinator reads as slowly as the slowest member sends."""
+"""Calls in which the coordinator may be as slow as the slowest member."""
 
 # The grace is for streams that carry the last results when the server stops.
 UPLOAD_BEGINS_S: Final = 5.0
-"""The time that a draining worker waits for requests for data that only it has."""
+"""Seconds that a draining worker waits for requests for data that only it has."""
 STOP_GRACE_S: Final = 2.0
 
 
@@ -329,29 +335,32 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
 
 
 def _released(stop: Stop, run_id: str) -> None:
-    """Note the end of the run for which this process was started."""
+    """Handle the end of the run for which this process was started."""
     if not stop.told.is_set():
         log.warning("not needed: the run has ended", run=run_id)
     stop.release(f"the end of run {run_id}")
 
 
 def _unknown(stop: Stop, run_id: str) -> None:
-    """Note that the coordinator does not know the run for which this process was started."""
+    """Handle that the coordinator does not know the run for which this process was started."""
     if not stop.told.is_set():
         log.error("no such run: its id is misspelt, or it was deleted", run=run_id)
     stop.refuse(f"learning that no run {run_id} is known")
 
 
 def _look_at_states(host: Host, store_id: str) -> None:
-    """Compare the folder of states with that of the coordinator, in a thread, as a file system may
-    be slow."""
+    """Compare the folder of states with the coordinator's, in a thread, since file systems may be
+    slow."""
     folder = None if host.states is None else host.states.folder
     host.loop.run_in_executor(None, say_mismatch, folder, store_id)
 
 
 def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault) -> None:
-    """End this process, which has lost its device: once the job that has caused it is informed, or
-    else at once, like a crash, after which its work is repeated."""
+    """End this process after it has lost its device.
+
+    If a job has caused that, the job is told first; otherwise the process ends like a crash, after
+    which its work is repeated.
+    """
     log.error("device lost: this process ends, to be started again", reason=fault.reason)
     if not fault.is_the_jobs:
         sys.stderr.flush()
@@ -360,8 +369,8 @@ def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault
 
 
 def _watchdog(settings: WorkerSettings, host: Host, sessions: Sessions, stop: Stop) -> Watchdog:
-    """Return the watchdog, which ends this process if the torch thread does not return from an
-    ended plan while others wait."""
+    """Make the watchdog, which ends this process if the torch thread is stuck in an ended plan
+    while others wait."""
 
     def give_up(cause: str) -> None:
         log.error("torch thread lost: this process ends, to be started again", reason=cause)
@@ -402,8 +411,8 @@ class _Health:
 
 
 async def _tell_outcomes(settings: WorkerSettings, sessions: Sessions) -> None:
-    """Accept no new work, and send the error of the job that has lost the device before the
-    coordinator learns of the drain, after which it would repeat the segment elsewhere."""
+    """Accept no new work, and report the error of the job that has lost the device before
+    announcing the drain, since the coordinator would otherwise repeat the segment elsewhere."""
     sessions.drain()
     try:
         async with asyncio.timeout(settings.drain_grace_s):
@@ -420,7 +429,7 @@ async def _drain(
     health_server: _Health | None,
     stop: Stop,
 ) -> None:
-    """Accept no new work, announce the drain, and stop serving once the running plans have finished
+    """Accept no new work, announce the drain, and stop serving once running plans have finished
     their step, unless they are stuck."""
     if stop.is_replacement and not stop.is_stuck:
         await _tell_outcomes(settings, sessions)
@@ -443,8 +452,11 @@ async def _drain(
 
 
 async def _join_once_warm(agent: Agent, thread: TorchThread, tunnel: Tunnel | None) -> None:
-    """Warm up, then register and send heartbeats, since others would wait for a joiner that is
-    still importing. A tunnelled worker is called back through its tunnel when it registers."""
+    """Warm up, then register and send heartbeats, since others would wait for a worker that still
+    imports.
+
+    A tunnelled worker is called back through its tunnel when it registers.
+    """
     loop, is_warm = asyncio.get_running_loop(), asyncio.Event()
 
     def warm_up() -> None:
@@ -463,7 +475,7 @@ async def _join_once_warm(agent: Agent, thread: TorchThread, tunnel: Tunnel | No
 
 
 async def _first_of(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event) -> None:
-    """Wait for one of the events. Raises the defect of a task, which ends the process."""
+    """Wait for the first of these events. Raises the error of a task, which ends the process."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait((*tasks, *waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -477,7 +489,7 @@ async def _first_of(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event)
 
 
 def _site(settings: WorkerSettings) -> SiteGate | None:
-    """Return the gate of the site by its file. Raises InvalidInputError for a wrong file."""
+    """Make the gate from the site's file. Raises InvalidInputError for a wrong file."""
     if settings.site is None:
         return None
     try:
@@ -507,7 +519,7 @@ async def _in_thread(
 
 
 async def _serve_health(security: WorkerSecurity, port: int) -> _Health:
-    """Serve health on a separate port: probes neither wait behind tensors nor count as calls."""
+    """Serve health checks on a separate port, where they do not wait behind tensors."""
     server = make_health_server()
     servicer = add_health(server)
     address = security.listen_for_probes(server, port)

@@ -150,7 +150,7 @@ class WorkerMonitor:
         self._process, self._host, self._sessions = process, host, sessions
 
     def served(self, settings: WorkerSettings) -> AbstractAsyncContextManager[str]:
-        """Return a context that serves the metrics on `--metrics-port`, where it is set."""
+        """Return a context manager that serves the metrics on `--metrics-port`, if it is set."""
         name, _ = split_address(settings.listen)
         return metrics_served(
             self.sample,
@@ -163,8 +163,8 @@ class WorkerMonitor:
         )
 
     def sample(self) -> Callable[[], Readings]:
-        """Read the values of the event loop, from which this must be called; return a function for
-        the rest."""
+        """Read the values that belong to the event loop, on which this must run; return a function
+        that reads the rest in any thread."""
         num_active, num_parked = self._sessions.num_executions()
         held: list[tuple[Metric, Values]] = [
             (EXECUTIONS, {("active",): num_active, ("parked",): num_parked}),

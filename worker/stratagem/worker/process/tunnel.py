@@ -36,19 +36,19 @@ if TYPE_CHECKING:  # the asynchronous stubs exist only for type checkers
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 30.0
 PARK_TIMEOUT_S: Final = 20.0
-"""The time within which the coordinator must report that a stream is parked."""
+"""Seconds within which the coordinator must confirm that a stream is parked."""
 SETTLED_S: Final = 1.0
-"""After a stream that was parked for this long the next one is opened at once."""
+"""Seconds after which a parked stream is replaced at once when it ends."""
 CLOSE_TIMEOUT_S: Final = 2.0
 LOOK_AGAIN_EVERY: Final = 10
-"""The number of consecutive failures, one of which is checked for a problem of identity."""
+"""After so many consecutive failures the cause is checked for a problem of identity."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class Tunnel:
-    """A tunnel, which keeps a stream parked at the coordinator; one per process, run as a task."""
+    """Keeps a stream parked at the coordinator; one per process, run as a task."""
 
     coordinators: Coordinators
     worker_id: str
@@ -84,7 +84,7 @@ class Tunnel:
                 await self._close()
 
     async def _ending(self, stub: "CoordinatorServiceAsyncStub") -> Exception:
-        """Park streams one after the other, until one fails; return the error."""
+        """Park streams one after the other until one fails; return the error."""
         while True:
             began_s, call = time.monotonic(), stub.Relay()
             try:
@@ -99,7 +99,7 @@ class Tunnel:
                 return StratagemError("the coordinator ended the stream at once")
 
     async def _parked(self, call: Any) -> bytes | None:
-        """Park a stream and return its first bytes; None where it must be replaced."""
+        """Park a stream; return its first bytes, or None if it must be replaced."""
         hello = pb.RelayRequest(worker_id=self.worker_id, incarnation=self.incarnation)
         frame: Any = grpc.aio.EOF
         try:
@@ -118,7 +118,7 @@ class Tunnel:
         return None if frame is grpc.aio.EOF else bytes(frame.data)
 
     async def _carry(self, call: Any, first: bytes) -> None:
-        """Relay one connection to the server of this process, until either side ends."""
+        """Relay one connection to this process's server until either side ends."""
         loop = asyncio.get_running_loop()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
@@ -143,7 +143,7 @@ class Tunnel:
             call.cancel()
 
     async def _close(self) -> None:
-        """Let the relayed connections end, and cut those that do not."""
+        """Wait briefly for relayed connections to end, then cut the others."""
         carried = set(self._carried)
         if carried:
             await asyncio.wait(carried, timeout=CLOSE_TIMEOUT_S)
@@ -152,8 +152,8 @@ class Tunnel:
         await asyncio.gather(*carried, return_exceptions=True)
 
     async def _report(self, num_before: int, error: Exception, asked: str) -> None:
-        """Log the first of consecutive failures as a warning, the others at level debug; a problem
-        of identity is logged as a warning as long as it lasts."""
+        """Log a failure: the first of a series as a warning, others as debug; problems of identity
+        always as warnings."""
         level = log.debug if num_before else log.warning
         if not isinstance(error, grpc.aio.AioRpcError):
             if isinstance(error, TimeoutError):

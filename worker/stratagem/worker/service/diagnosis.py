@@ -33,7 +33,7 @@ _ANSWERS: Final = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTI
 async def diagnosis(
     host: Host, probes: Iterable[types_pb2.PeerProbe]
 ) -> tuple[types_pb2.Environment, list[types_pb2.PeerProbe]]:
-    """Return the environment, and the answer to each probe."""
+    """Return this worker's environment, and the result of each probe."""
     proof, folder = host.hub.proof, None if host.states is None else host.states.folder
     return await asyncio.gather(
         asyncio.to_thread(surroundings, host.blobs.data_dir, proof, folder),
@@ -44,8 +44,8 @@ async def diagnosis(
 def surroundings(
     data_dir: Path | None, proof: Proof, folder: StateFolder | None = None
 ) -> types_pb2.Environment:
-    """Return the environment, with torch's backends and CUDA devices, and the folder of states as
-    this worker sees it. Blocks."""
+    """Return the environment: torch's backends, CUDA devices, and the folder of states as seen
+    here. Blocking."""
     environment = environment_of(data_dir, ("torch", "safetensors"), proof.tls)
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     if dist.is_available():
@@ -60,8 +60,8 @@ def surroundings(
 
 
 def say_mismatch(folder: StateFolder | None, store_id: str) -> None:
-    """Log a warning where this worker does not see the coordinator's folder of states, which would
-    otherwise show only in slow commits and in the coordinator's log. Blocks."""
+    """Log a warning if this worker does not see the coordinator's folder of states; otherwise only
+    slow commits and the coordinator's log would show it. Blocking."""
     if folder is None:
         reason = folder_mismatch("", "", store_id)
     else:
@@ -72,7 +72,7 @@ def say_mismatch(folder: StateFolder | None, store_id: str) -> None:
 
 
 async def probe(proof: Proof, worker_id: str, address: str) -> types_pb2.PeerProbe:
-    """Probe a worker at an address; return the round trip, or the problem."""
+    """Probe a worker at an address; return the round-trip time, or the problem."""
     answer = types_pb2.PeerProbe(worker_id=worker_id, address=address)
     began_s = time.perf_counter()
     try:

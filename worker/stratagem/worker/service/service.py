@@ -75,10 +75,10 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """The limits of this service's calls: sizes of tensors, and waits.
+    """The limits of this service's calls.
 
-    idle_timeout_s: the longest silence of a caller inside a stream. wait_s: the longest wait of a
-    call for the plan.
+    idle_timeout_s: maximum silence of a caller within a stream. wait_s: maximum wait of a call for
+    the plan. The others are sizes of tensors.
     """
 
     tensors: Limits = DEFAULT_LIMITS
@@ -88,13 +88,13 @@ class WorkerLimits:
 
 @lru_cache(maxsize=16)
 def _parsed(job_json: str) -> JobSpec:
-    """Parse a job; cached, since every round of every client repeats it."""
+    """Parse a job; cached, since each round of each client sends the same job."""
     return JobSpec.from_json(job_json)
 
 
 def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> None:
-    """Allow the coordinator all states, and the members of a party its live state, to heal, and
-    pieces of its snapshots, to write leaves of the whole state."""
+    """Check access to states: the coordinator may read all; members of a party may read its live
+    state (to heal) and pieces of its snapshots (to write leaves)."""
     if not caller.is_worker:
         return
     is_piece = request.WhichOneof("which") == "snapshot" and request.HasField("pieces")
@@ -107,7 +107,7 @@ def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> No
     pb.DESCRIPTOR.services_by_name["WorkerService"], {Names.OWN_STATE: _own_state}
 )
 class WorkerServicer(WorkerServiceServicer):
-    """The service for calls of the coordinator and of other workers."""
+    """gRPC service for calls of the coordinator and of other workers."""
 
     def __init__(
         self, host: Host, sessions: Sessions, capability: types_pb2.Capability, limits: WorkerLimits
@@ -194,7 +194,7 @@ class WorkerServicer(WorkerServiceServicer):
                 yield response
 
     def _note_offer(self, request: pb.GetStateRequest, state: Frozen, *, has_copy: bool) -> bool:
-        """Note the snapshot that is offered as a copy; return whether an earlier copy could not be
+        """Note that a snapshot is offered as a copy; return whether an earlier copy could not be
         read, whose bytes count as sent already."""
         if request.WhichOneof("which") != "snapshot" or request.offset:
             return False
@@ -206,8 +206,8 @@ class WorkerServicer(WorkerServiceServicer):
         return was_offered
 
     async def _copy(self, request: pb.GetStateRequest, sent: SentState) -> MemoryCopy | None:
-        """Return a copy of the requested state for a coordinator on this machine; None where it
-        gets chunks, as other workers do, since each copy takes memory."""
+        """Return a copy of the requested state for a coordinator on this machine; None if the
+        caller gets chunks."""
         is_small = sent.num_bytes <= MAX_COPY_BYTES
         if not is_near(request.place) or request.offset or not is_small:
             return None
@@ -366,7 +366,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
     ) -> None:
-        """Check the fence of a call about a session; a call that only reads does not move it."""
+        """Check the fence of a call about a session; calls that only read do not advance it."""
         run_id, party = check_run_id(session.run_id), check_party(session.party)
         await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
 
@@ -385,13 +385,13 @@ class WorkerServicer(WorkerServiceServicer):
         return job
 
     def _base(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen | None]:
-        """Return a context in which the snapshot that the caller already has is read."""
+        """Return a context manager that provides the snapshot which the caller already has."""
         if not request.base or request.WhichOneof("which") != "snapshot":
             return nullcontext()
         return self.sessions.get(request.session).states.reading_base(request.base)
 
     async def _state(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen]:
-        """Return a context in which the state is read."""
+        """Return a context manager that provides the requested state."""
         if request.WhichOneof("which") == "kept" and self._host.site is None:
             # Only the session's name is checked, as the process that wrote the state may have
             # ended.
@@ -429,7 +429,7 @@ MAX_NAME_CHARS: Final = 4096
 
 
 def check_plan(request: pb.ExecuteRequest) -> None:
-    """Raise InvalidInputError at the first field that is out of its range."""
+    """Raise InvalidInputError for the first field of a plan that is out of range."""
     _within("segment", request.segment, 0, MAX_COUNT)
     check_numerics(request.numerics)
     match request.WhichOneof("plan"):

@@ -46,7 +46,7 @@ NUM_RESULTS: Final = 2
 
 @dataclass(slots=True)
 class Session:
-    """One part of a run on this worker."""
+    """One session on this worker, with its plans and states."""
 
     key: SessionKey
     run_cache: RunCache
@@ -65,12 +65,12 @@ class Session:
         return next(reversed(self.executions.values()))
 
     def find(self, key: Key) -> PlanExecution | None:
-        """Return the execution with that key, unless a defect has ended it."""
+        """Return the execution with this key; None if there is none, or a bug has ended it."""
         execution = self.executions.get(key)
         return None if execution is None or execution.phase is ExecutionPhase.FAILED else execution
 
     def add(self, execution: PlanExecution) -> None:
-        """Add a new plan, which replaces older ones of its kind and their results."""
+        """Add a plan, which replaces older ones of its kind and their results."""
         for other in self.executions.values():
             if other.key.kind == execution.key.kind:
                 other.abort()
@@ -84,7 +84,7 @@ class Session:
             del self.executions[key]
 
     def refuse_older(self, key: Key) -> None:
-        """Raise StaleError for a plan of a delayed call, older than the newest of its kind."""
+        """Raise StaleError if a plan is older than the newest of its kind, as of a delayed call."""
         newest = max((k for k in self.executions if k.kind == key.kind), default=key)
         if key < newest:
             raise StaleError(
@@ -105,7 +105,7 @@ class Sessions:
         self.fences = FenceGuard()
 
     def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
-        """Return the existing execution for a request, attached to it, if there is one."""
+        """Return the execution of a request, with the request attached; None if there is none."""
         session = self._sessions.get(key_from(request.session))
         known = session.find(key_of(request)) if session is not None else None
         if known is not None:
@@ -115,7 +115,7 @@ class Sessions:
     def begin(
         self, request: pb.ExecuteRequest, job: JobSpec, admission: SiteAdmission | None = None
     ) -> PlanExecution:
-        """Return a new execution for a request without one. admission: that of the site's file."""
+        """Make the execution of a new request. admission: the site's."""
         key, plan_key = key_from(request.session), key_of(request)
         session = self._sessions.get(key)
         if self._is_draining:
@@ -164,11 +164,11 @@ class Sessions:
             )
 
     def holds_run(self, run_id: str) -> bool:
-        """Return whether anything of a run is here: as far as this worker knows, it is not over."""
+        """Return whether anything of a run is here, so that as far as known the run is not over."""
         return run_id in self._run_caches
 
     def check_run(self, run_id: str) -> None:
-        """Raise NotFoundError for a run without anything here."""
+        """Raise NotFoundError if nothing of a run is here."""
         if not self.holds_run(run_id):
             raise NotFoundError(f"this worker holds no session of run {run_id!r}")
 
@@ -179,7 +179,7 @@ class Sessions:
         return session
 
     def check_member(self, ref: types_pb2.SessionRef, caller: Caller) -> None:
-        """Refuse a worker that is no member of this session's present party."""
+        """Raise unless the calling worker is a member of the session's present party."""
         session = self._sessions.get(key_from(ref))
         views = (
             [execution.work.control.view for execution in session.executions.values()]
@@ -194,7 +194,7 @@ class Sessions:
             raise PermissionDeniedError(f"{caller.name} is no member of {where}")
 
     def abort(self, ref: types_pb2.SessionRef) -> None:
-        """End the plans and offers of a session, if it exists."""
+        """End the plans of a session and withdraw its offers, if it exists."""
         session = self._sessions.get(key_from(ref))
         if session is None:
             return
@@ -246,7 +246,7 @@ class Sessions:
             await execution.work.outbox.ended()
 
     async def until_reported(self) -> None:
-        """Wait until no plan runs, and every caller has been sent the outcome."""
+        """Wait until no plan runs and every caller has received the outcome."""
         for execution in list(self._executions()):
             await execution.work.outbox.until_reported()
 
@@ -255,7 +255,7 @@ class Sessions:
         return len(self._sessions)
 
     def num_executions(self) -> tuple[int, int]:
-        """Return the present numbers of executions (queued or running, parked)."""
+        """Return (number of queued or running executions, number of parked ones)."""
         active = [
             execution
             for execution in self._executions()
@@ -266,7 +266,7 @@ class Sessions:
 
     @contextmanager
     def uploading(self, request: pb.GetStateRequest) -> Iterator[None]:
-        """Note that a state is sent inside the `with`, if only this worker has it."""
+        """Context manager around sending a state of which this worker may have the only copy."""
         if request.WhichOneof("which") != "kept":
             yield
             return
@@ -280,7 +280,7 @@ class Sessions:
             self._uploads_changed.set()
 
     async def until_uploaded(self, begins_s: float) -> None:
-        """Wait until the states that only this worker has are uploaded, for at most begins_s where
+        """Wait until the states that only this worker has are uploaded; give up after begins_s if
         nobody requests them."""
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
@@ -307,7 +307,7 @@ class Sessions:
             )
 
     def awaiting_thread(self) -> Iterator[PlanExecution]:
-        """Yield the plans that run in the torch thread, or wait for it."""
+        """Yield the plans that run in the torch thread or wait for it."""
         for execution in self._executions():
             if execution.phase is ExecutionPhase.ACTIVE and not execution.is_parked:
                 yield execution
@@ -338,11 +338,11 @@ def key_from(ref: types_pb2.SessionRef) -> SessionKey:
 MAX_PARTIES: Final = 16_384
 
 ASK_TIMEOUT_S: Final = 0.9
-"""The longest wait for a term; a call with a new one is answered within twice this."""
+"""Maximum wait for a term; a call with a new term is answered within twice this."""
 
 
 class FenceGuard:
-    """The highest term and memberships seen, and checks of calls. Used on the event loop."""
+    """Checks calls against the highest term and memberships. Used on the event loop."""
 
     def __init__(self) -> None:
         self._term = 0
@@ -355,11 +355,11 @@ class FenceGuard:
         return self._term
 
     def ask_with(self, ask: Callable[[], None]) -> None:
-        """Set the function that makes the coordinator send its term soon, for see_term."""
+        """Set the function that asks the coordinator to send its term soon, to see_term."""
         self._ask = ask
 
     def see_term(self, term: int) -> None:
-        """Note the term that the coordinator has sent."""
+        """Note a term that the coordinator has sent."""
         self._term = max(self._term, term)
         self._said.set()
         self._said = asyncio.Event()
@@ -380,7 +380,7 @@ class FenceGuard:
     async def check(
         self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
     ) -> None:
-        """Raise StaleError for an older term or membership. The fence of an order is remembered."""
+        """Raise StaleError for an older term or membership. is_order: remember the fence."""
         await self.check_term(fence.term)
         key = (run_id, party)
         seen = self._memberships.get(key, 0)

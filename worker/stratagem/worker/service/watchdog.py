@@ -40,22 +40,21 @@ from stratagem.worker.user_code.bundles import plain_path
 log = structlog.get_logger(__name__)
 
 LONGEST_PAUSE_S: Final = 1.0
-"""The longest pause between two looks."""
+"""Maximum pause between two checks."""
 LOOKS: Final = 8
-"""The least number of looks within each limit."""
+"""Minimum number of checks within each limit."""
 HUNG: Final = 10
-"""The multiple of the limit after which the stacks of a process whose event loop does not run are
-written."""
+"""If the event loop does not run for this multiple of the limit, the stacks are written."""
 REARM_S: Final = 5.0
-"""The shortest time between two restarts of that timer."""
+"""Minimum seconds between two restarts of that timer."""
 _EVENT_LOOP: Final = "MainThread"
 _IDLE: Final = "concurrent.futures.thread"
-"""The module in which threads of a pool wait for work."""
+"""The module in which idle threads of a pool wait."""
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """The watchdog of this process's torch thread. on_stuck: called once, with the reason."""
+    """Watches this process's torch thread. on_stuck: called once, with the reason."""
 
     host: Host
     sessions: Sessions
@@ -66,18 +65,18 @@ class Watchdog:
     _run_id: str = ""
     """The run whose plan had the thread last."""
     _num_steps: int = 0
-    """The number of this worker's steps when that run got the thread."""
+    """This worker's number of steps when that run got the thread."""
     _wanted_s: float | None = None
-    """The time since when others have waited for a thread with unneeded work."""
+    """Time since which others wait for the thread, whose work is not needed; None if none do."""
     _told: list[PlanExecution] = field(default_factory=list)
     """The plans to which the present stay was reported."""
     _told_s: float = 0.0
-    """Its duration at that time."""
+    """Duration of the present stay when it was last reported."""
     _is_stuck: bool = False
     _has_failed: bool = False
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Check the thread at intervals, until cancelled."""
         pause_s = min(LONGEST_PAUSE_S, min(self.limits.report_s, self.limits.grace_s) / LOOKS)
         loop, armed_s = asyncio.get_running_loop(), float("-inf")
         looked_s, watched_s = loop.time(), 0.0
@@ -96,8 +95,8 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _try_to_look(self, now_s: float) -> None:
-        """Look at the thread. An error is a defect, or comes from odd code of the user, such as a
-        loader of sources, and must not end the process."""
+        """Check the thread. Errors are logged, since bugs or odd code of the user's must not end
+        the process."""
         try:
             self.look(now_s)
         except Exception as error:  # the supervisor of the torch thread: it looks again
@@ -106,7 +105,7 @@ class Watchdog:
                 log.error("the torch thread cannot be watched", exc_info=error)
 
     def look(self, now_s: float) -> None:
-        """Look at the thread once."""
+        """Check the thread once."""
         thread = self.host.thread
         owner, before = thread.owner, self._stay
         num_moves = thread.activity.num_moves
@@ -140,7 +139,7 @@ class Watchdog:
         return (self._stay.seen(-1, now_s) if is_plans else self._stay).longest_s
 
     def _must_end(self, now_s: float) -> bool:
-        """Return whether the thread is needed and will not return by itself."""
+        """Return whether the process must end, since the thread is needed and will not return."""
         wanted_s, limits = self._wanted_s, self.limits
         if wanted_s is None or not self._stay.is_hopeless(now_s, limits.grace_s, wanted_s=wanted_s):
             return False
@@ -154,8 +153,7 @@ class Watchdog:
         return self._stay.is_hopeless(now_s, patience_s, wanted_s=wanted_s)
 
     def _is_in_the_way(self) -> bool:
-        """Return whether others wait for the thread although its plan was ended, or has had no
-        followers for a while."""
+        """Return whether others wait for the thread although its plan was ended or is deserted."""
         owner = self._owner
         if isinstance(owner, PlanExecution) and not (owner.is_ended or owner.is_deserted):
             return False
@@ -163,7 +161,7 @@ class Watchdog:
         return any(plan.is_attended and not plan.is_ended for plan in waiting if plan is not owner)
 
     def _waited_s(self, now_s: float) -> float:
-        """Return the time that others have waited for a thread with unneeded work, or 0."""
+        """Return how long others have waited for a thread with unneeded work; else 0."""
         wanted_s, while_s = self._wanted_s, self.limits.grace_s / LOOKS
         if wanted_s is None or not self._stay.is_hopeless(now_s, while_s, wanted_s=wanted_s):
             return 0.0
@@ -200,8 +198,8 @@ class Watchdog:
             self._log(cause, seconds)
 
     def _behind(self, plan: PlanExecution, own: pb.Stall, seconds: float) -> pb.Stall:
-        """Return the report for a plan that waits for the thread; it names the plan that has it, if
-        the owner may read that."""
+        """Return the report for a plan that waits for the thread. It names the plan in the thread
+        only to the same submitter."""
         owner, awaits = self._owner, "another plan that keeps its torch thread"
         if isinstance(owner, PlanExecution) and owner.work.admission is None:
             work = owner.work
@@ -212,7 +210,7 @@ class Watchdog:
         return pb.Stall(seconds=seconds, awaits=awaits)
 
     def _clear(self) -> None:
-        """Withdraw the reports, as the thread has moved on."""
+        """Withdraw the reports, since the thread has moved on."""
         log.info("the torch thread has moved on", after_s=round(self._told_s))
         self.host.stats.stalled_s = 0.0
         for plan in self._told:
@@ -220,7 +218,7 @@ class Watchdog:
         self._told, self._told_s = [], 0.0
 
     def _activity(self) -> str:
-        """Return the activity of the thread, in words."""
+        """Return the thread's activity for people."""
         text = self.host.thread.activity.text
         if not text and isinstance(self._owner, PlanExecution):
             outbox = self._owner.work.outbox
@@ -238,7 +236,7 @@ class Watchdog:
         return StallCause(printable(cause.place, is_line=True), cause.awaits)
 
     def _log(self, cause: StallCause, seconds: float) -> None:
-        """Log the places of the threads that run code of the job or of this project."""
+        """Log where threads are that run code of the job or of Stratagem."""
         about = {}
         if isinstance(self._owner, PlanExecution):
             key = self._owner.work.key
@@ -255,15 +253,15 @@ class Watchdog:
 
 
 def write_stacks_in(seconds: float) -> None:
-    """Write the stacks of all threads to standard error after this time, unless this is called
-    again before; do nothing where there is no such file."""
+    """Write the stacks of all threads to standard error after this time, unless called again
+    before. Does nothing without a standard error file."""
     with suppress(RuntimeError, AttributeError, OSError, ValueError):
         # The proxy of sys.stderr passes its file descriptor on.
         faulthandler.dump_traceback_later(seconds, exit=False)
 
 
 def _frames(frame: FrameType | None) -> list[StackFrame]:
-    """Return the frames of a thread from its innermost one on."""
+    """Return the frames of a thread, innermost first."""
     found = []
     while frame is not None:
         found.append(_stack_frame(frame))
@@ -278,7 +276,7 @@ def _stack_frame(frame: FrameType) -> StackFrame:
 
 
 def _stacks(ident: int) -> Iterator[str]:
-    """Yield the stacks of this thread and all others, except idle ones and the event loop."""
+    """Yield the stacks of this thread and all others, except idle ones and the event loop's."""
     frames, names = sys._current_frames(), {each.ident: each.name for each in threading.enumerate()}
     for number in sorted(frames, key=lambda number: number != ident):
         name, frame = names.get(number, "unknown"), frames[number]

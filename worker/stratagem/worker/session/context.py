@@ -1,4 +1,4 @@
-"""The context that a plan uses while it runs in the torch thread.
+"""The objects that a plan uses while it runs in the torch thread.
 
 These values connect the process, a session and a plan: `Host` is the process, `SessionState` what a
 session keeps in the torch thread between plans, `ExecutionContext` one plan's access to both.
@@ -69,7 +69,7 @@ MAX_SAID: Final = 1000
 
 
 class SessionKey(NamedTuple):
-    """The name of a session."""
+    """The key of a session: run, party, and member of the party."""
 
     run_id: str
     party: str
@@ -100,28 +100,28 @@ class Host:
     privacy_secret: PrivacySecret
     """The secret that protects rows that are only on this worker."""
     site: SiteGate | None = None
-    """The gate that decides by the site's file, where there is one."""
+    """Decides by the site's file which plans are accepted; None without such a file."""
     clock: CoordinatorClock = field(default_factory=CoordinatorClock)
     stats: WorkStats = field(default_factory=WorkStats)
     said_changes: dict[tuple[str, str], None] = field(default_factory=dict)
-    """The runs and modules of warnings about changed code, for the torch thread; oldest first."""
+    """(run, module) of each warning about changed code; oldest first. For the torch thread."""
     secure: SecureRounds = field(
         default_factory=lambda: SecureRounds(SecretStore(None), WorkerSigner())
     )
     """The secrets of secure aggregation, used from any thread."""
     readers: WorkerReaders = field(default_factory=lambda: WorkerReaders(0))
-    """Used by the torch thread."""
+    """The processes that read rows. Used by the torch thread."""
     client_states: ClientStateStore | None = None
-    """The private states of federated clients; None without a data folder."""
+    """The private states of federated clients; None if the worker has no data folder."""
     build_dir: Path | None = None
-    """The folder for files of a model that is being built; None: it is built in memory."""
+    """The folder for files of a model that is being built; None to build it in memory."""
     health: DeviceHealth = field(default_factory=DeviceHealth)
     kept: KeptReplicas = field(default_factory=KeptReplicas)
-    """The parts of commits that only this worker has."""
+    """The parts of commits of which this worker has the only copy."""
     states: DirectStates | None = None
-    """The coordinator's folder of states, where this worker sees it."""
+    """The coordinator's folder of states; None if this worker does not see it."""
     objects: SignedObjects | None = None
-    """The client for requests that the coordinator signs; None where this worker makes none."""
+    """The client for requests signed by the coordinator; None if this worker makes none."""
 
     def signed_objects(self) -> SignedObjects:
         """Return the client of signed requests. Raises PermissionDeniedError without one."""
@@ -140,47 +140,47 @@ class SessionState:
     membership: int = -1
     """The membership of the exchange."""
     inference: tuple[str, Inference] | None = None
-    """(digest of the state, model) for evaluations, in place of a trainer."""
+    """The version of the data that the model in `inference` evaluates; see ExecutionContext."""
     data_version: str = ""
     """The version of the data that this model evaluates; see ExecutionContext."""
     lineage: int = 0
     """The lineage of the state; see TrainPlan."""
     spent: int = -1
-    """The highest membership with a finished rendezvous, which cannot be repeated."""
+    """The highest membership whose rendezvous is over; it cannot be repeated."""
     tally: Tally = field(default_factory=Tally)
     recorder: Recorder | None = None
-    """The record of the steps in the tally, with which it is sent."""
+    """Records the steps in the tally, and is sent to other members with it."""
     own_recorders: dict[str, Recorder] = field(default_factory=dict)
-    """The records that only this member has, by part of the party, "" for the party."""
+    """Records that only this member has, keyed by node or stage; "" for the whole party."""
     shown_step: int = -1
     """The latest step for which on_step was called here."""
     answer: StepAnswer = NO_ANSWER
-    """The answer of that call."""
+    """The answer of on_step for `shown_step`."""
     activity: str = ""
     divided_at: int = -1
-    """The membership whose members have the slices of the present state."""
+    """The membership whose members hold the slices of the present state."""
     kept_slices: KeptSlices | None = None
-    """The slices of the earlier division, until all members have divided the state anew."""
+    """The slices of the previous division, kept until all members have divided the state again."""
     infinite: Masks = field(default_factory=dict)
-    """The elements that were not finite in the initial state, as far as they were determined."""
+    """Masks of elements that were not finite in the initial state; computed on demand."""
     late: list[StepReport] = field(default_factory=list)
-    """The reports of steps finished between two memberships, which are not in the tally yet."""
+    """Reports of steps that were finished between two memberships, not yet in the tally."""
     is_offering: bool = False
-    """True if there is a copy of the state for members that heal."""
+    """True if a copy of the state is offered to members that are behind (healing)."""
 
     def joined(self, membership: int) -> Joined | None:
-        """Return trainer and exchange, if they are connected under this membership."""
+        """Return trainer and exchange if they are connected under this membership, else None."""
         if self.trainer is None or self.exchange is None or self.membership != membership:
             return None
         return Joined(self.trainer, self.exchange)
 
     @property
     def applied_step(self) -> int | None:
-        """Return the number of steps applied to the state; None without one."""
+        """The number of steps applied to the state; None without a state."""
         return None if self.trainer is None else self.trainer.step
 
     def begin(self, lineage: int, segment: int) -> None:
-        """Begin a plan of this lineage and segment; a state of an earlier lineage is dropped."""
+        """Begin a plan of this lineage and segment; drop the state of an earlier lineage."""
         if self.lineage != lineage:
             # The party begins from another state, perhaps with other hyperparameters.
             self.drop()
@@ -194,7 +194,7 @@ class SessionState:
         self.tally, self.recorder, self.own_recorders = Tally(segment), None, {}
 
     def leave(self) -> None:
-        """Close the exchange, as its membership is over for this session."""
+        """Close the exchange, since the session leaves its membership."""
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.cut()
@@ -214,12 +214,12 @@ class RunCache:
     """The cache that the sessions of a run share. Used only in the torch thread."""
 
     clients: OrderedDict[str, ClientRunner] = field(default_factory=OrderedDict)
-    """The runners of federated clients by job, as JSON."""
+    """The runners of federated clients, keyed by job as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionContext:
-    """One execution, as its plan sees it."""
+    """One execution as its plan sees it: the context of all its work."""
 
     host: Host
     key: SessionKey
@@ -233,7 +233,7 @@ class ExecutionContext:
     segment: int
     request: pb.ExecuteRequest
     admission: SiteAdmission | None = None
-    """The admission by the site's file; None where there is no such file."""
+    """The site's admission of the plan; None if there is no site's file."""
     traceparent: str = ""
     """The trace context of the call that began the execution."""
 
@@ -261,11 +261,11 @@ class ExecutionContext:
         return "" if self.admission is None else self.admission.data_version
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Let the event loop make a call, after all earlier ones."""
+        """Let the event loop make this call, after all earlier ones."""
         self.host.loop.call_soon_threadsafe(call, *arguments)
 
     def set_activity(self, activity: str) -> None:
-        """Set the activity that Describe and errors report."""
+        """Set the activity that is shown to users and named in errors."""
         self.holding.activity = activity
         self.post(self.outbox.set_activity, activity)
 
@@ -278,8 +278,7 @@ class ExecutionContext:
             self.post(self.outbox.log, line)
 
     def warn_of_changed_code(self) -> None:
-        """Warn once in the run's log about stale modules, whose files have changed since this
-        process has imported them."""
+        """Warn once in the run's log about modules whose files have changed since their import."""
         run_id, said = self.key.run_id, self.host.said_changes
         for name, path in changed_modules():
             if (run_id, name) in said:

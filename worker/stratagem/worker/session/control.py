@@ -24,11 +24,11 @@ T = TypeVar("T")
 ABORTED: Final = "aborted"
 DRAINED: Final = "drained"
 CLOSED: Final = "closed"
-"""The reason of a plan that ended with the window of the site."""
+"""The reason of a plan that ended when the site's time window closed."""
 
 
 class PlanStopped(Exception):
-    """The plan ends here, without an error; `reason` is ABORTED, DRAINED or CLOSED."""
+    """The plan must end here, without an error; `reason` is ABORTED, DRAINED or CLOSED."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -36,7 +36,7 @@ class PlanStopped(Exception):
 
 
 class ViewChanged(Exception):
-    """The view of the plan is no longer the current one."""
+    """The plan's view is no longer the current one."""
 
 
 class AwaitView(Exception):
@@ -51,14 +51,14 @@ class AwaitView(Exception):
 
 
 class CallerGone(Exception):
-    """The plan waits for data that only a caller can bring, and no call is attached any more.
+    """The plan waits for data from a caller, and no call is attached.
 
     Until one is, the torch thread is free for other plans, which may have to run first.
     """
 
 
 class Cuttable(Protocol):
-    """An exchange that may block the torch thread; cut(), from any thread, makes it raise."""
+    """An exchange that may block the torch thread; `cut`, from any thread, makes it raise."""
 
     def cut(self) -> None: ...
 
@@ -91,7 +91,7 @@ class MemberView:
 
 
 class Control:
-    """The control of one execution, from the event loop and from the torch thread."""
+    """Controls one execution from the event loop; read by the torch thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, view: MemberView) -> None:
         self._loop = loop
@@ -106,13 +106,13 @@ class Control:
     # ---- Calls of the event loop ----
 
     def set_view(self, view: MemberView) -> None:
-        """Give the plan a newer view; an exchange under an older one is cut."""
+        """Set a newer view; cut an exchange under an older one."""
         self._view = view
         self._cut()
         self._wake()
 
     def interrupt(self, reason: str) -> None:
-        """End the plan as soon as possible, at once if it is waiting or exchanging."""
+        """End the plan as soon as possible: at once if it is waiting or exchanging."""
         self._interrupt = self._interrupt or reason
         self._cut()
         self._wake()
@@ -153,17 +153,17 @@ class Control:
 
     @property
     def is_deserted(self) -> bool:
-        """Return whether no call has followed the plan for a while."""
+        """True if no call has followed the plan for a while."""
         return self._is_deserted
 
     @property
     def is_ending(self) -> bool:
-        """Return whether the plan was asked to end, now or after its present step."""
+        """True if the plan was asked to end, now or after its present step."""
         return self._is_draining or self._interrupt is not None
 
     @property
     def is_interrupted(self) -> bool:
-        """Return whether the plan was asked to end now."""
+        """True if the plan was asked to end now."""
         return self._interrupt is not None
 
     def check(self) -> None:
@@ -188,17 +188,17 @@ class Control:
     def wait(self, work: Coroutine[Any, Any, T], membership: int | None = None) -> T:
         """Run a coroutine on the loop and block for its result.
 
-        Raises PlanStopped when the plan must end meanwhile, and, where a membership is given,
-        ViewChanged when the view has another one.
+        Raises PlanStopped if the plan must end meanwhile, and ViewChanged if a membership is given
+        and the view has another one.
         """
         return self._block(self._race(work, lambda: self._stand(membership)))
 
     def wait_for_caller(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait as `wait` does, for data of callers. Raises CallerGone when there are none."""
+        """Wait like `wait`, for data from callers. Raises CallerGone if no call is attached."""
         return self._block(self._race(work, self._stand_attended))
 
     def view_after(self, membership: int) -> MemberView:
-        """Return the view of a higher membership. Raises AwaitView while there is none."""
+        """Return a view of a higher membership. Raises AwaitView if there is none yet."""
         self._stand(None)
         if self._view.membership <= membership:
             raise AwaitView(membership)
@@ -242,7 +242,7 @@ class Control:
 
 
 async def _first(task: asyncio.Future[Any], changed: asyncio.Event) -> None:
-    """Wait for the first of the two."""
+    """Wait until either the task or `changed` is done."""
     waiter = asyncio.ensure_future(changed.wait())
     try:
         await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
@@ -262,17 +262,17 @@ MAX_LOG_LINES: Final = 1000
 
 @dataclass(slots=True)
 class _Parts:
-    """The position of one call in the parts of the step history."""
+    """The position of one call in the sequence of step-history parts."""
 
     taken_from: list[pb.HistoryPart]
     num_taken: int = 0
 
     def has_next_of(self, history: list[pb.HistoryPart]) -> bool:
-        """Return whether there is a part that the call has not received."""
+        """Return whether there is a part that the call has not received yet."""
         return len(history) > (self.num_taken if self.taken_from is history else 0)
 
     def next_of(self, history: list[pb.HistoryPart]) -> pb.HistoryPart | None:
-        """Return the next part; after a restart that is the first one."""
+        """Return the next part for the call; after a restart the first one."""
         if not self.has_next_of(history):
             return None
         if self.taken_from is not history:
@@ -285,7 +285,7 @@ class Outbox:
     """The messages of one execution, for any number of attached calls."""
 
     def __init__(self, worker_id: str, disclosure: Disclosure | None = None) -> None:
-        """Begin without messages. disclosure: the rules of a site; None: everything is sent."""
+        """Begin without messages. disclosure: a site's rules; None to send everything."""
         self._worker_id, self._disclosure = worker_id, disclosure
         self._changed = asyncio.Event()
         self._needed: dict[int, pb.NeedBlob] = {}  # by serial number
@@ -304,11 +304,11 @@ class Outbox:
         self.step = 0
 
     def set_activity(self, activity: str) -> None:
-        """Set the present activity of the plan, in the words of SessionInfo."""
+        """Set the present activity of the plan, as shown in SessionInfo."""
         self.activity = activity
 
     def need(self, digest: str, *, was_here: bool = False) -> None:
-        """Announce that the plan waits for this blob. was_here: it was dropped for others."""
+        """Announce that the plan waits for this blob. was_here: it was dropped to make room."""
         self.has(digest)
         self._num_needs += 1
         self._needed[self._num_needs] = pb.NeedBlob(digest=digest, was_here=was_here)
@@ -319,20 +319,20 @@ class Outbox:
         self._needed = {n: need for n, need in self._needed.items() if need.digest != digest}
 
     def progress(self, progress: pb.Progress) -> None:
-        """Replace the earlier progress, whether that was sent or not."""
+        """Set the progress to send next; unsent earlier progress is dropped."""
         self._progress = self._disclosure.progress(progress) if self._disclosure else progress
         self.step = progress.step
         self._num_progress += 1
         self._wake()
 
     def stall(self, stall: pb.Stall) -> None:
-        """Replace the report of a stalled thread; without seconds it has moved on."""
+        """Set the report of a stalled thread; a report without seconds ends the stall."""
         disclosure = self._disclosure
         self._stall = disclosure.stall(stall, self.activity) if disclosure else stall
         self._wake()
 
     def log(self, line: pb.LogLine) -> None:
-        """Add a line; the oldest unsent one is dropped, and counted, when there are too many."""
+        """Add a log line. If too many are unsent, the oldest one is dropped and counted."""
         if self._disclosure is not None and not self._disclosure.shares_logs:
             return
         if len(self._lines) >= MAX_LOG_LINES:
@@ -342,17 +342,17 @@ class Outbox:
         self._wake()
 
     def add_profile(self, profile: pb.Profile) -> None:
-        """Add a recorded profile, which is sent once, like a log line."""
+        """Add a recorded profile, which is sent to one call only, like a log line."""
         if self._disclosure is None:
             self._profiles.append(profile)
             self._wake()
 
     def restart_history(self) -> None:
-        """Drop the parts of the step history; later ones begin with the first row again."""
+        """Drop all parts of the step history; the next part begins with the first row again."""
         self._history = []
 
     def add_history(self, part: pb.HistoryPart) -> None:
-        """Add the next part of the step history; each call gets all of them, in order."""
+        """Add the next part of the step history, which every call receives in order."""
         if self._disclosure is None:
             self._history.append(part)
             self._wake()
@@ -385,7 +385,7 @@ class Outbox:
             await self._changed.wait()
 
     async def until_reported(self) -> None:
-        """Wait for the outcome, and until every attached call has sent it."""
+        """Wait for the outcome, and until every attached call has received it."""
         await self.ended()
         while self._num_following:
             await self._changed.wait()

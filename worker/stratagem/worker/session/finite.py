@@ -20,15 +20,15 @@ _OF_MODEL: Final = re.compile(f"(?:^|/)(?:{MODEL}|{AVERAGE})")
 _NATIVE: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 Masks = dict[str, Tensor]
-"""Masks, by name of the tensor, of the elements that were not finite when training began."""
+"""Masks of the elements that were not finite when training began, keyed by tensor name."""
 
 
 def diverged(
     tensors: Mapping[str, Tensor], known: Masks, base: Callable[[], Mapping[str, Tensor]]
 ) -> str:
-    """Return the name of a tensor in which numbers are no longer finite; "" where there is none.
+    """Return the name of a tensor with elements that have become infinite or NaN; "" if none.
 
-    known: the masks of earlier values; missing ones are computed from `base` and added.
+    known: masks of the initial values; missing ones are computed from `base` and added.
     """
     given: Mapping[str, Tensor] | None = None
     for name, tensor in tensors.items():
@@ -46,7 +46,7 @@ def diverged(
 
 
 def parameters_of(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a state's models and averages. model: one of the same form."""
+    """Return the parameters and averages in a state, without buffers. model: of the same form."""
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = model.state_dict(keep_vars=True).keys() - params
     return {name: tensor for name, tensor in tensors.items() if _is_parameter(name, others)}
@@ -58,7 +58,7 @@ def _is_parameter(name: str, others: Collection[str]) -> bool:
 
 
 def _earlier(name: str, given: Mapping[str, Tensor]) -> Tensor | None:
-    """Return a tensor's earlier values; separate models and averages begin with the model."""
+    """Return a tensor's initial value; nodes, replicas and averages begin as the model."""
     if name in given:
         return given[name]
     kind = _OF_MODEL.search(name)
@@ -66,8 +66,7 @@ def _earlier(name: str, given: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite, in one pass without a mask: the minimum and the
-    maximum are NaN where an element is."""
+    """Return whether all elements are finite: minimum and maximum are NaN if an element is."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.dtype not in _NATIVE:

@@ -1,8 +1,8 @@
-"""Write leaves of a state that this worker holds, whole or in part, to the store.
+"""Write leaves (fixed-size parts of a state that are hashed separately) to the store.
 
-Of a part, a call says of which pieces each leaf is made, and who has them. Other members send
-their pieces into memory of the leaf's own. The call names a snapshot, and bytes of another one are
-refused. Lives on the event loop.
+A call may name the pieces of a leaf and the member that holds each one. Pieces of other members are
+received into new memory. The call names a snapshot; bytes of another one are refused. Runs on the
+event loop.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ from stratagem.worker.session.states import Frozen, KnownLeaves, LeafHasher, Sen
 # ---- Leaves joined from pieces ----
 
 _RETRY: Final = Retry(max_attempts=2)
-"""A silent member may be gone: the coordinator finds another way sooner than a long wait ends."""
+"""A silent member may be gone: the coordinator then finds another way sooner than by waiting."""
 
 
 def check_leaves(header: pb.WriteLeavesHeader) -> None:
-    """Refuse leaves beyond the greatest size, and pieces without a holder."""
+    """Raise InvalidInputError for leaves that are too large, or pieces without a holder."""
     for leaf in header.leaves:
         size = sum(piece.size for piece in leaf.pieces)
         if size > LEAF_BYTES:
@@ -64,14 +64,14 @@ def check_leaves(header: pb.WriteLeavesHeader) -> None:
 
 
 def sent_pieces(state: Frozen, pieces: pb.SnapshotPieces) -> SentState:
-    """Return some ranges of a snapshot, ready to be sent."""
+    """Return some byte ranges of a snapshot, ready to be sent."""
     buffers = state.named(pieces.name).buffers
     views = ByteReader(buffers).all_views((each.offset, each.size) for each in pieces.ranges)
     return SentState(pieces_manifest(sum(map(len, views))), views)
 
 
 class LeafPieces:
-    """The pieces of leaves; a context in which connections to other members are open."""
+    """Gathers leaves from pieces; an async context manager that closes connections to members."""
 
     def __init__(self, state: Frozen, header: pb.WriteLeavesHeader, proof: Proof) -> None:
         self._state, self._header, self._proof = state, header, proof
@@ -85,7 +85,7 @@ class LeafPieces:
         await self._open.aclose()
 
     async def gather(self, leaf: pb.JoinedLeaf) -> list[memoryview]:
-        """Return the bytes of a leaf, in order. Raises UnavailableError without a holder's."""
+        """Return the bytes of a leaf, in order. Raises UnavailableError without a holder."""
         by_holder: dict[int, list[pb.LeafPiece]] = {}
         for piece in leaf.pieces:
             by_holder.setdefault(piece.holder, []).append(piece)
@@ -97,7 +97,7 @@ class LeafPieces:
     async def _views(
         self, number: int, pieces: Sequence[pb.LeafPiece]
     ) -> Sequence[Sequence[memoryview]]:
-        """Return the bytes of each of the pieces that one holder has."""
+        """Return the bytes of each of these pieces, all of one holder."""
         holder = self._header.holders[number]
         if not holder.address:
             reader = ByteReader(self._state.named(holder.name).buffers)
@@ -154,25 +154,25 @@ class LeafPieces:
 # memory of the snapshot.
 
 NUM_FILES_AT_ONCE: Final = 2
-"""Leaves at once on their way to a folder: one to the disk, one in the processor."""
+"""Number of leaves written to a folder at once: one on the disk, one being hashed."""
 NUM_OBJECTS_AT_ONCE: Final = 8
-"""Leaves at once on their way to an object store: one connection alone is far slower than it."""
+"""Number of leaves sent to an object store at once, since one connection alone is slow."""
 _NUM_JOINED: Final = 2
-"""Leaves at once of which other members have pieces: these are in memory of their own."""
+"""Number of leaves joined from other members' pieces at once, since they take extra memory."""
 _NUM_HASHED: Final = 2
-"""Leaves that are hashed at once: the processor trains meanwhile."""
+"""Number of leaves hashed at once, since the processor trains meanwhile."""
 NUM_ATTEMPTS: Final = 3
 _UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
 
 T = TypeVar("T")
 Gather = Callable[[], Awaitable[list[memoryview]]]
-"""Gathers the bytes of a leaf."""
+"""Returns the bytes of a leaf after gathering them."""
 
 log = structlog.get_logger()
 
 
 def check_header(header: pb.WriteLeavesHeader) -> None:
-    """Refuse an impossible share, and an upload whose name no file may have."""
+    """Raise InvalidInputError for an impossible share, or a name that cannot be a file name."""
     if not _UPLOAD.fullmatch(header.upload):
         text = f"{header.upload[:80]!r} is not TERM-TOKEN, 10 digits and 16 of 0-9, a-f"
         raise InvalidInputError.at("upload", text)
@@ -184,7 +184,7 @@ def check_header(header: pb.WriteLeavesHeader) -> None:
 
 
 class HashedLeaf(NamedTuple):
-    """A leaf by its number and its digest, and its bytes."""
+    """A leaf with its number, digest and bytes."""
 
     number: int
     digest: Digest
@@ -192,8 +192,10 @@ class HashedLeaf(NamedTuple):
 
 
 class LeafThreads:
-    """The threads of one call that hash and write leaves; a context, behind which none of them
-    reads the state any more."""
+    """The threads of one call that hash and write leaves; an async context manager.
+
+    At its end no thread reads the state any more.
+    """
 
     def __init__(self, num: int) -> None:
         self.num, self.is_over = num, False
@@ -207,24 +209,24 @@ class LeafThreads:
         await asyncio.shield(asyncio.to_thread(self._pool.shutdown))
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Return the result of a call, which goes on to its end where the caller is cancelled."""
+        """Run a call in a thread and return its result; the call completes even if cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
 
 class LeafSink(Protocol):
-    """A place of leaves, for one call."""
+    """Interface of the places to which one call writes leaves."""
 
     threads: LeafThreads
 
     async def write(self, leaf: HashedLeaf) -> None:
-        """Return when the leaf is durable."""
+        """Write a leaf; return when it is durable."""
 
 
 class FolderSink:
     """Writes leaves to the folder of states."""
 
     def __init__(self, folder: StateFolder | None, header: pb.WriteLeavesHeader) -> None:
-        """Check the folder. Raises NotFoundError unless it is the one that the header means."""
+        """Use the folder. Raises NotFoundError if it is not the one that the header names."""
         if folder is None:
             raise NotFoundError("this worker has no --state-folder")
         if folder.store_id() != header.store_id:
@@ -240,7 +242,7 @@ class FolderSink:
 
 
 class ObjectSink:
-    """Sends leaves to an object store, each by a signed request that it asks for."""
+    """Sends leaves to an object store, each by a signed request that the coordinator makes."""
 
     def __init__(
         self, stream: SignedStream[pb.WriteLeavesResponse], objects: SignedObjects
@@ -249,7 +251,7 @@ class ObjectSink:
         self.threads = LeafThreads(NUM_OBJECTS_AT_ONCE)
 
     async def write(self, leaf: HashedLeaf) -> None:
-        """Send a leaf, with a new request where one failed: its time may have been over."""
+        """Send a leaf; retry with a new signed request, since the earlier one may have expired."""
         backoff = Backoff(0.2, 2.0)
         for left in reversed(range(NUM_ATTEMPTS)):
             url = await self._stream.url(leaf.number, bytes.fromhex(leaf.digest))
@@ -316,7 +318,7 @@ async def write_leaves(
 def _due_leaves(
     pieces: LeafPieces, state: Frozen, header: pb.WriteLeavesHeader
 ) -> deque[tuple[int, Gather]]:
-    """Return the leaves that a header asks for: of pieces, or a share of the whole state."""
+    """Yield the leaves that a header asks for: joined from pieces, or a share of the state."""
     if header.leaves:
         return deque((leaf.number, partial(pieces.gather, leaf)) for leaf in header.leaves)
     leaves = leaves_of(state.manifest)
@@ -341,7 +343,7 @@ class _Writer:
         self._hashing = asyncio.Semaphore(_NUM_HASHED)
 
     async def write(self, number: int, gather: Gather) -> None:
-        """Gather the bytes of a leaf, write it, unless the store has it, and say so."""
+        """Gather the bytes of a leaf, write them unless the store has them, and report the leaf."""
         pieces = await gather()
         async with self._hashing:
             sha256 = await self._sink.threads.run(partial(self._hash, number, pieces))

@@ -29,11 +29,10 @@ _OWN: Final = (TRAINING, EVALUATING)
 
 
 class StepRecorder:
-    """A recorder of steps: a context around those of a segment, with `begin` before each."""
+    """Records steps by torch's profiler: a context manager around a segment's steps."""
 
     def __init__(self, work: ExecutionContext, name: str = TRAINING) -> None:
-        """Begin. name: that of a step in the recording, one of the above. Evaluations are recorded
-        only where nothing else is."""
+        """Begin. name: of a step in the recording. Evaluations are recorded if nothing else is."""
         self._work, self._name = work, name
         job = work.job
         self._records = job.execution.profiling and (name == TRAINING or job.only_evaluates)
@@ -45,7 +44,7 @@ class StepRecorder:
         return self
 
     def begin(self, step: int, num_to_come: int) -> None:
-        """Begin step number `step`, the first of the remaining ones, and end the previous one."""
+        """Begin step `step`, ending the one before. num_to_come: steps left, including this one."""
         if not self._records or self._num_begun > NUM_STEPS + 1:
             return
         if self._profiler is None:
@@ -92,7 +91,7 @@ class StepRecorder:
 
 
 def compacted(trace: Mapping[str, Any], offset_s: float) -> dict[str, Any]:
-    """Return the timed events of a torch trace, in the coordinator's time.
+    """Return the timed events of a torch trace as JSON, in the coordinator's time.
 
     {"base_ns": the origin of times, "events": [[name, category, begin_us, duration_us, thread]]}
     """

@@ -25,23 +25,23 @@ from stratagem.worker.host.stalls import moved
 from stratagem.worker.session.states import Frozen, freeze
 
 MAX_RUNS: Final = 64
-"""The number of runs, the newest ones, whose files are kept at a start of the worker: a run that
-ended while the worker was away is never closed here."""
+"""Number of runs whose files are kept when the worker starts (the newest ones): runs that ended
+while it was away are never closed here."""
 
 State = tuple[Mapping[str, Tensor], Mapping[str, str]]
 """Tensors, which do not change, and metadata."""
 
 
 class KeptReplicas:
-    """The files of all runs of one worker."""
+    """The files with the only copies of states of all runs of one worker."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Take the folder of this worker alone, which is made when it is needed."""
+        """Use this folder, which no other worker uses; it is made when needed. None for memory."""
         self._folder = folder
         self._in_memory: dict[tuple[str, int], State] = {}
         self._lock = threading.Lock()
         self.unsent: set[str] = set()
-        """The runs with a part of the newest segment that is only here."""
+        """Runs whose part of the newest segment is only here."""
         if folder is not None and folder.is_dir():
             runs = sorted(folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)
             for run in runs[:-MAX_RUNS]:
@@ -49,7 +49,7 @@ class KeptReplicas:
 
     @property
     def is_durable(self) -> bool:
-        """Return whether the files outlive the process."""
+        """True if the files outlive the process."""
         return self._folder is not None
 
     def write(self, run_id: str, segment: int, state: State) -> str:
@@ -90,8 +90,8 @@ class KeptReplicas:
         raise SoleCopyLostError(text)
 
     def frozen(self, run_id: str, segment: int) -> Frozen:
-        """Return a written state, to be sent; the caller compares the digest. Raises NotFoundError
-        where there is none."""
+        """Return a written state, ready to be sent; its digest is not checked. Raises NotFoundError
+        if there is none."""
         with self._lock:
             state = self._in_memory.get((run_id, segment))
         if state is not None:
@@ -104,7 +104,7 @@ class KeptReplicas:
         return Frozen(manifest, [bytes_of(tensors[spec.name]) for spec in manifest.stored()])
 
     def drop_before(self, run_id: str, segment: int) -> None:
-        """Delete the states of earlier segments, to which no run returns."""
+        """Delete the states of segments before this one; the run cannot return to them."""
         with self._lock:
             for key in [key for key in self._in_memory if key[0] == run_id and key[1] < segment]:
                 del self._in_memory[key]

@@ -40,18 +40,18 @@ NUM_SNAPSHOTS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """One state that no longer changes. The buffers are views that keep their tensors alive."""
+    """An immutable state with its manifest. The buffers are views that keep its tensors alive."""
 
     manifest: Manifest
     buffers: Sequence[memoryview]
     name: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
-    """A unique name, by which recipients of this state can refer to it."""
+    """A unique name, by which its recipients can refer to it."""
     reusable: Mapping[str, Tensor] = field(default_factory=dict)
-    """Its tensors, if a later snapshot may be copied into them once nobody needs this one."""
+    """Its tensors, if a later snapshot may overwrite them once this one is not needed any more."""
     copy: MemoryCopy | None = field(default=None, compare=False)
-    """A copy for readers on this machine, open as long as this state exists."""
+    """A copy for readers on this machine, which exists as long as this state."""
     mirror: "Frozen | None" = None
-    """The part of the same state at the member before this one, if it is mirrored here."""
+    """The previous member's mirrored slice of the same state; None without a mirror."""
 
     def named(self, name: str) -> "Frozen":
         """Return this state or its mirror, by name. Raises NotFoundError."""
@@ -76,9 +76,9 @@ def freeze(
     is_reusable: bool = False,
     mirror: Frozen | None = None,
 ) -> Frozen:
-    """Freeze tensors that the caller no longer changes, with their manifest.
+    """Make a Frozen state of tensors that the caller no longer changes.
 
-    is_reusable: they are not shared, so a later snapshot may be copied into them.
+    is_reusable: a later snapshot may overwrite the tensors, which nothing else shares.
     """
     manifest, buffers = manifest_of(tensors, purpose, weight=weight, metadata=metadata)
     return Frozen(manifest, buffers, reusable=tensors if is_reusable else {}, mirror=mirror)
@@ -93,14 +93,14 @@ class StateStore:
         self._live: tuple[int, Frozen] | None = None
         self._changed = asyncio.Event()
         self._num_readers: Counter[int] = Counter()
-        """The number of readers of each snapshot, by segment."""
+        """Number of readers of each snapshot, keyed by segment."""
         self._lock = threading.Lock()
-        """The lock of the snapshots and their readers, which the torch thread uses as well."""
+        """Guards the snapshots and their readers, which the torch thread uses, too."""
         self._offered: set[str] = set()
-        """The names of snapshots of which a copy was offered, whose bytes count as sent."""
+        """Names of snapshots whose copy was offered; their bytes count as sent."""
 
     def keep(self, segment: int, state: Frozen, num_kept: int = NUM_SNAPSHOTS) -> None:
-        """Keep the snapshot at the end of a segment; only the newest ones are kept."""
+        """Keep the snapshot of a segment's end, and only the `num_kept` newest ones."""
         with self._lock:
             self._snapshots[segment] = state
             self._snapshots.move_to_end(segment)
@@ -113,12 +113,12 @@ class StateStore:
             self._offered.add(state.name)
 
     def note_offered(self, state: Frozen) -> None:
-        """Note that a copy of a snapshot was offered in place of a stream."""
+        """Note that a snapshot was offered as a copy instead of a stream."""
         self._offered.add(state.name)
 
     def end_offer(self, state: Frozen) -> bool:
-        """Return whether a copy of a snapshot was offered that is now requested as a stream,
-        because the copy could not be read."""
+        """Return whether a copy of this state was offered, and note that it could not be read: its
+        bytes are now streamed."""
         was_offered = state.name in self._offered
         self._offered.discard(state.name)
         return was_offered
@@ -136,7 +136,7 @@ class StateStore:
 
     @contextmanager
     def reading(self, segment: int) -> Iterator[Frozen]:
-        """Provide a snapshot whose memory is not reused inside the `with`."""
+        """Context manager that provides a snapshot whose memory is not reused meanwhile."""
         with self._lock:
             frozen = self._snapshots.get(segment)
             if frozen is None:
@@ -150,8 +150,7 @@ class StateStore:
 
     @contextmanager
     def reading_base(self, name: str) -> Iterator[Frozen | None]:
-        """Provide a snapshot for a comparison inside the `with`; None where there is none of this
-        name any more."""
+        """Context manager that provides a named snapshot for comparison; None if it is gone."""
         with self._lock:
             found = [(n, each) for n, each in self._snapshots.items() if each.name == name]
             self._num_readers.update(segment for segment, _ in found)
@@ -163,8 +162,8 @@ class StateStore:
 
     @contextmanager
     def glimpsing(self, name: str) -> Iterator[Frozen | None]:
-        """Provide a snapshot for a moment, during which a reuse of its memory waits; None where
-        there is none of this name any more."""
+        """Context manager that provides a named snapshot briefly, while reuse of its memory waits;
+        None if it is gone."""
         with self._lock:
             yield next((each for each in self._snapshots.values() if each.name == name), None)
 
@@ -173,8 +172,8 @@ class StateStore:
             self._num_readers -= Counter((segment,))  # which removes counts of 0
 
     def take_back(self, segment: int, num_kept: int = NUM_SNAPSHOTS) -> Mapping[str, Tensor]:
-        """Drop the snapshot that this segment's one will replace, and return its tensors to be
-        overwritten; none while it is being read. Called in the torch thread."""
+        """Drop the snapshot that this segment's will replace; return its tensors for overwriting,
+        or none while it is being read. Called in the torch thread."""
         with self._lock:
             oldest = segment if segment in self._snapshots else next(iter(self._snapshots), -1)
             is_due = oldest == segment or len(self._snapshots) >= num_kept
@@ -185,8 +184,7 @@ class StateStore:
             return {**taken.reusable, **mirrored}
 
     def keep_outputs(self, segment: int, outputs: Frozen) -> None:
-        """Keep the input of the user's own metrics from the evaluation at the end of a segment, in
-        place of an earlier one."""
+        """Keep the inputs of the user's own metrics from the evaluation after a segment."""
         self._outputs = (segment, outputs)
 
     def outputs(self, segment: int) -> Frozen:
@@ -195,17 +193,17 @@ class StateStore:
         return self._outputs[1]
 
     def set_live(self, membership: int, state: Frozen) -> None:
-        """Set the state that healing members of this membership may copy."""
+        """Offer this state to members of this membership that are behind (healing)."""
         self._live = (membership, state)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def drop_live(self) -> None:
-        """Drop the live state, since all members took part in a step and none heals any more."""
+        """Withdraw the offered state: after a step of all members no one is behind."""
         self._live = None
 
     async def live(self, membership: int, wait_s: float) -> Frozen:
-        """Wait for the state to heal from at a membership, and return it.
+        """Wait for the state offered under a membership, and return it.
 
         The caller's deadline and the members' checks end the wait, or UnavailableError.
         """
@@ -226,7 +224,7 @@ class StateStore:
 
 @dataclass(frozen=True, slots=True)
 class SentState:
-    """The manifest of a state, and the bytes of it that are sent: all but those of `same`."""
+    """A state's manifest, and the bytes to send: all but those in `same`."""
 
     manifest: Manifest
     buffers: Sequence[memoryview]
@@ -238,7 +236,7 @@ class SentState:
 
 
 def without_same(state: Frozen, base: Frozen) -> SentState:
-    """Leave out the bytes that the base has, too. To be called in a thread."""
+    """Leave out the tensors that are equal in the base. Run it in a thread."""
     same = same_bytes(state.manifest, state.buffers, base.manifest, base.buffers)
     sent = [
         pb.SameBytes(offset=each.offset, base_offset=each.base_offset, size=each.size)
@@ -259,21 +257,21 @@ State = tuple[Mapping[str, Tensor], Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class KeptSlices:
-    """A member's slices of the earlier division. The tensors are copies that never change."""
+    """Copies of a member's slices of the previous division of the state."""
 
     membership: int
-    """The membership of that division."""
+    """The membership of the previous division."""
     size: int
-    """The number of slices."""
+    """The number of slices in that division."""
     step: int
-    """The step after which they were copied."""
+    """The step after which the slices were copied."""
     slices: Mapping[int, State]
-    """The slices by number."""
+    """The slices, keyed by number."""
     grad_norm: float
     is_finite: bool
 
     def said(self) -> coordinator_pb2.KeptSlices:
-        """Return the description of the slices for a rendezvous."""
+        """Return the description of the slices that is sent in a rendezvous."""
         return coordinator_pb2.KeptSlices(
             numbers=sorted(self.slices),
             size=self.size,
@@ -284,7 +282,7 @@ class KeptSlices:
         )
 
     def given(self, numbers: Iterable[int]) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return some of the slices in one state."""
+        """Return some of the slices, merged into one state."""
         parts = [self.slices[number] for number in numbers]
         tensors = {name: tensor for found, _ in parts for name, tensor in found.items()}
         metadata = {name: text for _, texts in parts for name, text in texts.items()}
@@ -307,17 +305,17 @@ _Layout = list[tuple[object, ...]]
 
 
 class KnownLeaves:
-    """The digests of the leaves of one session's last hashed snapshot."""
+    """Digests of the leaves of the latest hashed snapshot of a session."""
 
     def __init__(self, glimpsing: _Glimpsing) -> None:
-        """Begin without digests. glimpsing: gives the snapshot of a name for a moment, if it still
+        """Begin without digests. glimpsing: provides a named snapshot briefly, if it still
         exists."""
         self._glimpsing = glimpsing
         self._name, self._layout = "", _Layout()
         self._digests: dict[int, bytes] = {}
 
     def hasher(self, state: Frozen) -> "LeafHasher":
-        """Return the hasher of the leaves of a state, which is the last hashed one from now on."""
+        """Return the hasher of a state, which becomes the latest hashed one."""
         stored = state.manifest.stored()
         layout: _Layout = [(each.name, each.dtype, each.shape, each.offset) for each in stored]
         base, known = self._name, self._digests if layout == self._layout else {}
@@ -327,7 +325,7 @@ class KnownLeaves:
 
 
 class LeafHasher:
-    """A hasher of the leaves of one snapshot."""
+    """Hashes the leaves of one snapshot; equal leaves of the latest one are not hashed again."""
 
     def __init__(
         self,
@@ -336,12 +334,12 @@ class LeafHasher:
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
-        """Begin. known: the digests of the base's leaves; found: receives those of this state."""
+        """Begin. known: digests of the base's leaves. found: receives those of this state."""
         self._glimpsing, self._known, self._found = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 
     def digest(self, number: int, pieces: Sequence[memoryview]) -> bytes:
-        """Return the SHA-256 of a leaf of the state, made of these pieces."""
+        """Return the SHA-256 of leaf `number`, which consists of these pieces."""
         digest = self._known.get(number)
         if digest is None or not self._is_same(number, pieces):
             digest = hashed(pieces)
@@ -365,7 +363,7 @@ class LeafHasher:
 
 
 def hashed(pieces: Sequence[memoryview]) -> bytes:
-    """Return the SHA-256 of all pieces together."""
+    """Return the SHA-256 of the pieces' concatenation."""
     sha256 = hashlib.sha256()
     for piece in pieces:
         sha256.update(piece)
@@ -378,7 +376,7 @@ def hashed(pieces: Sequence[memoryview]) -> bytes:
 # the worker is scraped.
 
 DEFECT: Final = "defect"
-"""The outcome of an execution that ended by a defect of Stratagem."""
+"""The outcome of an execution that ended because of a bug in Stratagem."""
 OUTCOMES: Final = (
     *(outcome.name for outcome in pb.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields),
     DEFECT,
@@ -388,10 +386,10 @@ STEP_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0
 
 @dataclass(slots=True)
 class WorkStats:
-    """The counts and durations of one worker's work.
+    """Counts and durations of this worker's work, for metrics.
 
-    ended: executions by outcome, see `ExecuteResult` in worker.proto. stalled_s: the duration of
-    the torch thread's present stay, where that is reported.
+    ended: executions by outcome, see `ExecuteResult` in worker.proto. stalled_s: how long the torch
+    thread has been at one activity, if that is reported as a stall.
     """
 
     step_seconds: Durations = field(default_factory=lambda: Durations(STEP_BOUNDS_S))
@@ -413,7 +411,7 @@ class WorkStats:
 
 
 class ClientSteps:
-    """The times of the local steps of one federated client, each until the next one begins."""
+    """Measures the local steps of one federated client, each until the next one begins."""
 
     def __init__(self, stats: WorkStats) -> None:
         self._stats = stats

@@ -26,10 +26,10 @@ _MODE: Final = 0o600
 
 
 class AuditFile:
-    """One audit file. Used from any thread, and beside other processes."""
+    """An audit file. Used from any thread, and shared with other processes."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises InvalidInputError where it cannot be written, or does not end in a
+        """Open the file. Raises InvalidInputError if it cannot be written, or does not end in a
         line of an audit."""
         self.path = path
         self._lock = Lock()
@@ -45,7 +45,7 @@ class AuditFile:
             raise InvalidInputError.at("audit.file", f"{path}: {error}") from None
 
     def add(self, record: Mapping[str, JSON]) -> None:
-        """Add a line durably. Raises OSError or IntegrityError, and then has not added it."""
+        """Append a line durably. If it raises OSError or IntegrityError, the line was not added."""
         with self._lock, self._opened() as file:
             previous, fragment = _end_of(file)
             if fragment:
@@ -68,7 +68,7 @@ class AuditFile:
         failpoint("worker.audit.after_line")
 
     def spent(self, run_id: str) -> Mapping[str, float]:
-        """Return, by data set, the ε promised to all other runs."""
+        """Return the ε promised to all other runs, keyed by data set."""
         with self._lock:
             self._read_on()
             totals: dict[str, float] = {}
@@ -78,8 +78,10 @@ class AuditFile:
             return totals
 
     def noises(self, run_id: str, data: str) -> frozenset[str]:
-        """Return the names of the noise of a run's rounds with protected rows of a data set: one
-        for each round that has left, however often it was repeated."""
+        """Return the names of the noise in a run's rounds with protected rows of a data set.
+
+        There is one name per round that has left, however often the round was repeated.
+        """
         with self._lock:
             self._read_on()
             return frozenset(self._noises.get((data, run_id), ()))
@@ -115,8 +117,8 @@ class AuditFile:
 
 
 def _end_of(file: BinaryIO) -> tuple[str, bytes]:
-    """Return the hash of the last whole line, and the partial line after it; leave the file at its
-    end. Raises IntegrityError where there is no whole line."""
+    """Return (hash of the last whole line, partial line after it), and seek to the file's end.
+    Raises IntegrityError if there is no whole line."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 2 * MAX_LINE_BYTES))
     lines = file.read().split(b"\n")

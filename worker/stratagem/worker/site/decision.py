@@ -21,49 +21,49 @@ from stratagem.common.strategy import All, Federated, Random
 from stratagem.worker.site.file import AcceptRule, SiteFile, moment_text, opening, parse_window
 
 PLANS: Final = ("build", "client_round", "evaluate", "measure_sums")
-"""The plans that the coordinator of a federation sends to a site; no others are executed."""
+"""The plans that a federation's coordinator sends to a site; no others are executed."""
 
 LEAST_THRESHOLD: Final = 2 / 3
-"""The least share of signers: with fewer, two sets of survivors could each have enough, and their
-sums be subtracted."""
+"""Minimum share of signers: with fewer, two sets of survivors could have enough signers each, and
+the difference of their sums would reveal an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The request of a coordinator to a site."""
+    """A coordinator's request to a site."""
 
     job: JobSpec
     plan: str
     submitter: str = ""
-    """The submitter, such as "client/maria"; empty where the coordinator has no authentication."""
+    """The submitter, such as "client/maria"; empty if the coordinator does not authenticate."""
     clip_norm: float = 0.0
-    """The largest 2-norm of the update in the plan; 0: unlimited."""
+    """Maximum 2-norm of the plan's update; 0: unlimited."""
     is_masked: bool = False
-    """The plan requests a masked update."""
+    """True if the plan requests a masked update."""
 
 
 @dataclass(frozen=True, slots=True)
 class FitsRule:
-    """The offer fits a rule."""
+    """The decision that an offer fits a rule, with the rule's window."""
 
     number: int
     """The number of the rule, from 1."""
     rule: AcceptRule
     closes: datetime | None = None
-    """The end of the window in which it was accepted."""
+    """When the rule's present window closes; None if it does not."""
     closed_text: str = ""
-    """A sentence on the opening of the next window."""
+    """A sentence about the next window's opening."""
     closed_s: float = 0.0
-    """The seconds from the end of the window to the next one."""
+    """Seconds from the window's end to the next opening."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """No rule accepts the offer."""
+    """The decision that no rule accepts the offer, with the reason."""
 
     reason: str
     opens: datetime | None = None
-    """The time at which it would be accepted; None: never, with this file."""
+    """When the offer would be accepted; None: never, under this file."""
 
 
 Verdict = FitsRule | Refused
@@ -71,7 +71,7 @@ Verdict = FitsRule | Refused
 
 @dataclass(frozen=True, slots=True)
 class _Against:
-    """An objection of a rule's field to an offer, and the reason."""
+    """An objection of a rule to an offer: the field, and the reason."""
 
     field: str
     reason: str
@@ -80,7 +80,7 @@ class _Against:
 def decide(
     site: SiteFile, offer: Offer, at: datetime, spent: Mapping[str, float] | None = None
 ) -> Verdict:
-    """Return the site's decision on an offer. spent: the ε of other runs, by data set."""
+    """Return the site's decision on an offer. spent: ε of other runs, keyed by data set."""
     name = site.spec.site
     general = next(_against_everywhere(offer), None)
     if general is not None:
@@ -109,7 +109,7 @@ def decide(
 
 
 def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetime, str]:
-    """Return the acceptance while the rule's windows are open, else the next opening."""
+    """Return the acceptance by a rule if its windows are open, else its next opening."""
     if rule.timezone is None:
         return FitsRule(number, rule)
     zone, windows = ZoneInfo(rule.timezone), [parse_window(text) for text in rule.windows]
@@ -128,7 +128,7 @@ def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetim
 
 
 def _against_everywhere(offer: Offer) -> Iterator[str]:
-    """Yield objections that hold at every site with a file, whatever its rules say."""
+    """Yield objections that hold at every site with a file, whatever its rules are."""
     job = offer.job
     if offer.plan not in PLANS:
         yield f"the plan {offer.plan or 'without a name'} is none of {', '.join(PLANS)}"
@@ -188,7 +188,7 @@ def _against_strategy(rule: AcceptRule, job: JobSpec) -> Iterator[_Against]:
 
 
 def _updates_of_a_round(job: JobSpec, spec: Federated) -> int:
-    """Return the least number of updates with which a round of the job closes."""
+    """Return the minimum number of updates with which a round of the job can close."""
     quorum = spec.options.quorum
     secure = spec.options.secure_aggregation
     if secure is not None:  # too few survivors fail a round, whatever the quorum
@@ -202,7 +202,7 @@ def _updates_of_a_round(job: JobSpec, spec: Federated) -> int:
 
 
 def _fewest_selected(job: JobSpec, spec: Federated) -> int:
-    """Return the least number of clients with which a round may open."""
+    """Return the minimum number of clients with which a round can open."""
     roster = spec.options.open_roster
     if roster is None and spec.options.strikes is not None:
         return 1  # the others may be on the bench
@@ -221,19 +221,19 @@ def _selected(job: JobSpec, spec: Federated, num_clients: int) -> int:
 
 
 def _draws_clients(job: JobSpec) -> bool:
-    """Return whether clients are drawn independently."""
+    """Return whether each client is selected independently at random."""
     spec = job.privacy
     return spec is not None and spec.unit == "client" and spec.sampling == "poisson"
 
 
 def epsilon_of(job: JobSpec) -> float | None:
-    """Return the largest ε that a job may spend; None where it promises none."""
+    """Return the maximum ε that a job may spend; None if it gives no such promise."""
     return None if job.privacy is None else job.privacy.target.epsilon
 
 
 def _not_secure(job: JobSpec) -> str:
-    """Return the reason why a job's updates are not hidden from a coordinator that deviates; ""
-    where they are."""
+    """Return the reason why a deviating coordinator could see single updates of a job; "" if it
+    cannot."""
     strategy = job.strategy
     spec = strategy.options.secure_aggregation if isinstance(strategy, Federated) else None
     if spec is None or not isinstance(strategy, Federated):

@@ -33,14 +33,14 @@ MAX_CHARS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class CodePlaces:
-    """The job's code: the digest of its bundle, "" without one, and the packages it names."""
+    """A job's code: its bundle's digest ("" without one), and the packages it names."""
 
     bundle: str
     packages: frozenset[str]
 
 
 def told_type(error: BaseException) -> str:
-    """Return the name of an error's type, as in UserCodeError."""
+    """Return the name of an error's type; for a UserCodeError, of the original type."""
     for kind in type(leaves(error)[0]).__mro__:
         found: object = sys.modules.get(kind.__module__)
         for part in kind.__qualname__.split("."):
@@ -52,7 +52,7 @@ def told_type(error: BaseException) -> str:
 
 
 def told_place(error: BaseException, places: CodePlaces) -> str:
-    """Return "file.py, line 7" of the innermost frame in the job's code; "" where there is none."""
+    """Return "file.py, line 7" of the innermost frame in the job's code; "" if there is none."""
     trace: TracebackType | None = leaves(error)[0].__traceback__
     place = ""
     while trace is not None:
@@ -78,7 +78,7 @@ def _own_file(filename: str, places: CodePlaces) -> str:
 
 
 def _homes(module: object) -> list[str]:
-    """Return the file of a module that is no package, or the folders of one that is."""
+    """Return a module's file, or a package's folders."""
     folders = getattr(module, "__path__", None)
     if folders is not None:
         return [str(folder) for folder in folders]
@@ -93,33 +93,33 @@ def _is_below(filename: str, folder: str) -> bool:
 # ---- Disclosure of a plan ----
 
 OWN_METRICS: Final = frozenset({"max_grad_norm", "skipped_steps"})
-"""The metrics of a client's round that Stratagem defines; other names are the job's."""
+"""Metrics of a client's round that Stratagem defines; all others are the job's."""
 LOSS: Final = "loss"
 WEIGHT: Final = "weight:"
 ALWAYS: Final = (RefusedBySiteError,)
-"""The errors whose messages are made only of the job and the site's file."""
+"""Errors whose messages contain only parts of the job and of the site's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """The rules for the disclosure of one plan by a site."""
+    """The rules by which a site discloses parts of one plan's messages."""
 
     site: str
     metrics: frozenset[str]
     """The disclosed metrics of evaluations, beside the loss."""
     tells_loss: bool
-    """Discloses the loss and metrics; without it neither."""
+    """True to disclose loss and metrics at all."""
     shares_logs: bool
     shares_messages: bool
-    """Discloses the messages of errors."""
+    """True to disclose the messages of errors."""
 
     def progress(self, progress: pb.Progress) -> pb.Progress:
-        """Return the progress of the plan, without the loss, which may be that of one row."""
+        """Return the plan's progress without the loss, which may be that of a single row."""
         return pb.Progress(step=progress.step, to_step=progress.to_step)
 
     def stall(self, stall: pb.Stall, activity: str) -> pb.Stall:
-        """Return the stall of a plan with our own name of its activity; the row and the place in a
-        file are only in the site's log."""
+        """Return the stall report with a general name of the activity; row and line are only in the
+        site's log."""
         is_over = not stall.seconds
         return pb.Stall(
             seconds=stall.seconds, activity="" if is_over else activity, awaits=stall.awaits
@@ -162,8 +162,11 @@ class Disclosure:
         )
 
     def _parts(self, done: pb.EvaluateResult) -> list[pb.EvaluationPart]:
-        """Return one part for each split: the sums over all its batches, in order as at the
-        coordinator, since a batch may have a single row."""
+        """Return one part per split: the sums over all its batches, since a batch may have a single
+        row.
+
+        They are added in order, as at the coordinator.
+        """
         whole: dict[str, pb.EvaluationPart] = {}
         for part in sorted(done.parts, key=lambda part: (part.split, part.batch)):
             total = whole.setdefault(part.split, pb.EvaluationPart(split=part.split))
@@ -174,8 +177,8 @@ class Disclosure:
         return list(whole.values()) if self.tells_loss else []
 
     def _own_metrics(self, done: pb.OwnMetrics) -> pb.OwnMetrics:
-        """Return the allowed metrics of the job's own: values by "<split>.<metric>", or
-        "<split>.<metric>.<key>" for a metric with several; and the states of these metrics."""
+        """Return the user's own metrics that the rule allows, and their states: "<split>.<metric>",
+        or "<split>.<metric>.<key>" if a metric has several values."""
         told = pb.OwnMetrics(are_measured=True)
         if self.tells_loss:
             told.metrics.update(
@@ -188,14 +191,14 @@ class Disclosure:
         return told
 
     def _is_allowed(self, name: str) -> bool:
-        """Return whether the rule names the metric of "<split>.<metric>", or of a part of it."""
+        """Return whether the rule allows this metric, or the metric that this is a value of."""
         metric = name.partition(".")[2]
         return any(f"{metric}.".startswith(f"{each}.") for each in self.metrics)
 
     def error(self, error: BaseException, places: CodePlaces, activity: str) -> UserCodeError:
-        """Return the disclosed part of an error: its type, and its place in the job's code.
+        """Return the disclosed part of an error: its type, and its line in the job's code.
 
-        The error that a job does not fit its model is disclosed in full, unless the job's code has
+        The error that a job does not fit its model is disclosed in full, unless the job's code
         raised it.
         """
         cause = error.__cause__ if isinstance(error, UserCodeError) else error
@@ -213,8 +216,8 @@ class Disclosure:
         return UserCodeError(kind, message, activity=activity)
 
     def failure(self, failure: BaseException) -> BaseException:
-        """Return an error of the same kind as one raised outside the job's code, without its
-        message; errors of other libraries reveal nothing anyway."""
+        """Return an error of the same kind without the message, which may come from other
+        libraries."""
         if not isinstance(failure, StratagemError) or isinstance(failure, ALWAYS):
             return failure
         return type(failure)(f"site {self.site} keeps the message in its own log")

@@ -44,7 +44,7 @@ Write = Callable[[Mapping[str, JSON]], None]
 
 @dataclass(frozen=True, slots=True)
 class SiteAdmission:
-    """The rights of an accepted plan at the site. Used from any thread."""
+    """A plan's admission: what it may use and disclose at the site. Used from any thread."""
 
     site: str
     disclosure: Disclosure
@@ -54,20 +54,20 @@ class SiteAdmission:
     data_version: str
     places: CodePlaces
     record: Mapping[str, JSON]
-    """The common fields of all lines about the plan."""
+    """Fields common to all audit lines about the plan."""
     write: Write
     noises: frozenset[str] = frozenset()
-    """The names of the noise of the run's earlier rounds, where rows are protected."""
+    """Names of the noise of the run's earlier rounds, if rows are protected."""
     open_s: float | None = None
-    """The seconds from the offer to the end of the site's window; None: no end."""
+    """Seconds from the offer to the end of the site's window; None if it has no end."""
     closed_text: str = ""
-    """A sentence on the beginning of the next window."""
+    """A sentence about the next window's beginning."""
     closed_s: float = 0.0
-    """The seconds from the end of the site's window to the next one."""
+    """Seconds from the end of the site's window to the next one."""
 
     @property
     def closed(self) -> SiteClosedError:
-        """Return the error of a plan that ends with the window."""
+        """Return the error of a plan that is ended by the window's end."""
         return SiteClosedError(f"site {self.site} is closed: {self.closed_text}", self.closed_s)
 
     def update(
@@ -77,8 +77,8 @@ class SiteAdmission:
         num_rows: int,
         costs: Mapping[str, JSON],
     ) -> None:
-        """Audit an update before it can be fetched. costs: the spent privacy of protected rows, in
-        place of the job's limit."""
+        """Audit an update before it can be fetched. costs: the spent privacy of protected rows;
+        without it, the job's limit is recorded."""
         digest = hashlib.sha256(header_bytes(manifest))
         for buffer in buffers:
             digest.update(buffer)
@@ -93,7 +93,7 @@ class SiteAdmission:
         self._write({**line, **costs})
 
     def disclosed(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
-        """Return the disclosed part of a result, after it was audited, as an update already is."""
+        """Return the disclosed part of a result, after auditing it."""
         told = self.disclosure.result(result)
         data = told.SerializeToString(deterministic=True)
         answer: dict[str, JSON] = {
@@ -108,7 +108,7 @@ class SiteAdmission:
         return told
 
     def error(self, error: BaseException, activity: str, told: UserCodeError) -> UserCodeError:
-        """Return the disclosed part of an error, all of which is in the site's log."""
+        """Return the disclosed part of an error; the whole error goes to the site's log."""
         log.warning("an error of the job stays here", error=str(told), traceback=told.traceback)
         return self.disclosure.error(error, self.places, activity)
 
@@ -121,7 +121,7 @@ class SiteAdmission:
 
 
 def unwritten(site: str) -> RefusedBySiteError:
-    """Return the refusal of everything while the audit cannot be written."""
+    """Return the error that refuses everything while the audit cannot be written."""
     return RefusedBySiteError(f"site {site} refuses: its audit cannot be written; see its log")
 
 
@@ -133,12 +133,12 @@ Clock = Callable[[], datetime]
 
 
 def wall_clock() -> datetime:
-    """Return the time by which windows open and audits are dated."""
+    """Return the current time, by which windows open and audit lines are dated."""
     return datetime.now(UTC)
 
 
 class SiteGate:
-    """The gate that admits or refuses plans, for one worker process."""
+    """Admits or refuses plans by the site's file, in one worker process."""
 
     def __init__(
         self,
@@ -157,22 +157,22 @@ class SiteGate:
 
     @property
     def site(self) -> SiteFile:
-        """Return the file as it was last read."""
+        """The site's file as last read."""
         return self._site
 
     def absent_data(self) -> list[str]:
-        """Return a sentence for each data set that cannot be loaded now, as far as that is known
-        without loading it."""
+        """Return a sentence for each data set that cannot be loaded, as far as that is known
+        without loading."""
         return list(absent_data(self._site, self._import_paths))
 
     @property
     def data_names(self) -> list[str]:
-        """Return the names of the data that jobs may name as worker_local."""
+        """The names of data sets that jobs may use as worker_local."""
         return sorted(self._site.spec.data)
 
     @property
     def code_policy(self) -> str:
-        """Return the accepted code, as reported to the coordinator: "none", or "signed"."""
+        """The accepted code as reported to the coordinator: "none" or "signed"."""
         return "signed" if any(r.code != "none" for r in self._site.spec.accept) else "none"
 
     @property
@@ -180,7 +180,7 @@ class SiteGate:
         return self._site.spec.audit.share_logs
 
     def admit(self, request: pb.ExecuteRequest, job: JobSpec) -> SiteAdmission:
-        """Admit a plan, and audit the decision. Raises RefusedBySiteError, or SiteClosedError, with
+        """Admit a plan and audit the decision. Raises RefusedBySiteError or SiteClosedError with
         the reason."""
         with self._lock:
             now = self._clock()
@@ -208,11 +208,11 @@ class SiteGate:
             raise SiteClosedError(verdict.reason, (verdict.opens - now).total_seconds())
 
     def write(self, fields: dict[str, JSON]) -> None:
-        """Write a line into the audit. Raises RefusedBySiteError where it cannot be written."""
+        """Write a line into the audit. Raises RefusedBySiteError if that fails."""
         self._note(fields, self._clock())
 
     def _newest(self) -> SiteFile:
-        """Return the present file. Raises RefusedBySiteError where it has become wrong."""
+        """Return the file, read again if changed. Raises RefusedBySiteError if it is wrong."""
         stamp = _stamp(self._site)
         if stamp != self._stamp:
             self._stamp, self._wrong = stamp, ""
@@ -268,7 +268,7 @@ class SiteGate:
         )
 
     def _record(self, site: SiteFile, request: pb.ExecuteRequest, job: JobSpec) -> dict[str, JSON]:
-        """Return the common fields of all lines about a plan."""
+        """Return the fields common to all audit lines about a plan."""
         session, code = request.session, job.code
         epsilon = epsilon_of(job)
         return {
@@ -300,7 +300,7 @@ def _timestamp(moment: datetime) -> str:
 
 
 def _stamp(site: SiteFile) -> Stamp:
-    """Return the stamp of the site's files, which changes with them; () when one is missing."""
+    """Return a value that changes with the site's files; () if one is missing."""
     try:
         return stamp_of(*site.files)
     except OSError:

@@ -33,7 +33,7 @@ from stratagem.common.process.process import remove_tree, temporary_folder
 
 PREFIX: Final = "stratagem_code_"
 FOLDER_VARIABLE: Final = "STRATAGEM_CODE_FOLDER"
-"""The variable that names the folder of the unpacked bundles to this process and its children."""
+"""Environment variable with the folder of unpacked bundles, for this process and its children."""
 _ROOT_CHARS: Final = len(PREFIX) + 64
 _homes: dict[tuple[str, str], bool] = {}
 
@@ -58,14 +58,17 @@ def plain_path(filename: str) -> str:
 
 
 def has_module(digest: str, module_name: str) -> bool:
-    """Return whether a module is looked up in the bundle: its first part is a module or a package
-    there, or a folder without `__init__.py` whose name no installed package has."""
+    """Return whether a module is imported from the bundle.
+
+    That is so if its first part is a module or package there, or a folder without `__init__.py`
+    whose name no installed package has.
+    """
     return _is_home(root_of(digest), module_name.partition(".")[0])
 
 
 def import_module(digest: str, module_name: str) -> ModuleType:
-    """Import a module of a bundle. Raises its errors, and ModuleNotFoundError with the names that
-    the bundle has."""
+    """Import a module of a bundle. Raises the errors of its code, and ModuleNotFoundError that
+    lists the bundle's modules."""
     try:
         return importlib.import_module(f"{root_of(digest)}.{module_name}")
     except ModuleNotFoundError as error:
@@ -73,7 +76,7 @@ def import_module(digest: str, module_name: str) -> ModuleType:
 
 
 def forget(digest: str) -> None:
-    """Remove the modules of a bundle, so that the next import runs them anew."""
+    """Remove a bundle's modules, so that the next import runs them again."""
     root = root_of(digest)
     for key in [key for key in _homes if key[0] == root]:
         del _homes[key]
@@ -99,7 +102,7 @@ def _is_installed(head: str) -> bool:
 
 
 def _importer(root: str) -> Callable[..., ModuleType]:
-    """Return the `__import__` of the modules below a root."""
+    """Return the `__import__` for the modules of a bundle."""
 
     def import_in_bundle(
         name: str,
@@ -131,7 +134,7 @@ def _in_its_words(error: ModuleNotFoundError) -> ModuleNotFoundError:
 
 
 class _Loader(SourceFileLoader):
-    """A loader that runs a module with the `__import__` of its bundle, without compiled files."""
+    """Runs a module with its bundle's `__import__`, without compiled files."""
 
     def exec_module(self, module: ModuleType) -> None:
         root = module.__name__.partition(".")[0]
@@ -145,7 +148,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """A finder of the modules of all bundles that are unpacked in the folder of this process."""
+    """Finds modules of all bundles in this process's folder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -171,7 +174,7 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Install the finder, once, before Python's, which would find modules below a bundle, too."""
+    """Install the finder once, before Python's, which would also find bundled modules."""
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -191,7 +194,7 @@ _PART: Final = ".part-"
 
 
 class CodeStore:
-    """The bundles below a folder of this worker, which no other process uses."""
+    """The bundles in a folder of this worker, which no other process uses."""
 
     def __init__(self, folder: Path | None, max_bytes: int = MAX_STORED_BYTES) -> None:
         """Make the folder known to imports, and remove the remains of a killed process.
@@ -213,10 +216,9 @@ class CodeStore:
             self._temporary.remove()
 
     def take(self, digest: str, run_id: str, fetch: Callable[[], bytes]) -> None:
-        """Provide a bundle for a run, ready to be imported.
+        """Provide a bundle for a run, ready for import. fetch: returns a missing archive.
 
-        fetch: returns the archive, where it is not here. Raises IntegrityError where that has
-        another digest, InvalidInputError where it is no bundle.
+        Raises IntegrityError for a wrong digest, InvalidInputError if the archive is not a bundle.
         """
         self._users.setdefault(digest, set()).add(run_id)
         path = self._folder / digest
@@ -229,7 +231,7 @@ class CodeStore:
         os.utime(path)
 
     def drop_run(self, run_id: str) -> None:
-        """Forget the modules that only this ended run used; their files are kept."""
+        """Forget the modules that only this run used; their files are kept."""
         for digest, users in list(self._users.items()):
             users.discard(run_id)
             if not users:
@@ -253,7 +255,7 @@ class CodeStore:
         sync_folder(self._folder)
 
     def _make_room(self) -> None:
-        """Remove the longest unused bundles until the rest fits; never those of a run here."""
+        """Remove the least recently used bundles of no present run until the rest fits."""
         kept = [path for path in self._folder.iterdir() if not path.name.startswith(_PART)]
         sizes = {path: _size(path) for path in sorted(kept, key=lambda path: path.stat().st_mtime)}
         total = sum(sizes.values())
@@ -266,7 +268,7 @@ class CodeStore:
 
 
 def _is_intact(path: Path, digest: str) -> bool:
-    """Return whether a folder has exactly the files of the digest."""
+    """Return whether a folder has exactly the files that the digest stands for."""
     if not path.is_dir():
         return False
     try:
@@ -310,13 +312,13 @@ def _size(path: Path) -> int:
 # that the policy admits: entry points in it need not be on the allow list.
 
 Check = Callable[[CodeSpec], str]
-"""Returns the reason against a bundle; "" where it may run."""
+"""Returns the reason why a bundle may not run; "" if it may."""
 FORMS: Final = "none, signed:FILE, digests:FILE or any"
 
 
 class CodePolicy:
-    """A policy in the form of `--allow-code`. Raises InvalidInputError for another text, or an
-    unusable file."""
+    """The policy of `--allow-code`. Raises InvalidInputError for a malformed text, or an unusable
+    file."""
 
     def __init__(self, text: str = "none") -> None:
         self._text = text
@@ -381,7 +383,7 @@ def _digests(file: Path) -> Check:
 
 
 def _read_digests(file: Path) -> frozenset[str]:
-    """Return the first word of each line; `#` begins a remark."""
+    """Return the first word of each line, without comments (`#`)."""
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

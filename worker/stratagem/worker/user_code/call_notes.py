@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 from stratagem.common.base.errors import StratagemError
 
 _NUM_ITEMS: Final = 8
-"""The largest number of items of a dict or a list in a note."""
+"""Maximum number of items of a dict or list in a note."""
 _MAX_DEPTH: Final = 4
 _TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
 
 
 class noted:  # reads as a statement
-    """A context that adds the arguments of a call to its error; a class, since each step enters it.
+    """Context manager that adds a call's arguments to its error; a class for speed.
 
-    callee: a module, or a name for it. given: its one argument. model: the called modules, where
-    the callee is no module.
+    callee: a module, or a name. given: the only argument. model: the called modules, if the callee
+    is not a module.
     """
 
     __slots__ = ("_callee", "_given", "_model")
@@ -75,12 +75,12 @@ def text_of(value: Any, depth: int = 0) -> str:
 
 
 def _key_text(key: object) -> str:
-    """Return a key that is a name; for any other key its type."""
+    """Return a key if it is a name; for any other key its type."""
     return repr(key) if type(key) is str and key.isidentifier() else type(key).__name__
 
 
 def input_hint(text: str, given: object, model: nn.Module) -> str:
-    """Return the remedy where a model's error means that its input does not fit; or ""."""
+    """Return a remedy if the error means that an input does not fit the model; else ""."""
     if isinstance(given, Mapping | list | tuple) and _IS_OF_TYPE.search(text):
         kind = type(given).__name__
         return (
@@ -104,8 +104,7 @@ def input_hint(text: str, given: object, model: nn.Module) -> str:
 
 
 def _dtype_hint(given: object, model: nn.Module) -> str:
-    """Return the remedy where the dtypes of rows and model do not fit; "" where their floats are
-    the same."""
+    """Return a remedy if rows and model have different float dtypes; else ""."""
     rows = _float_dtypes(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
     own = _float_dtypes([*model.parameters(), *model.buffers()])
     if not rows:

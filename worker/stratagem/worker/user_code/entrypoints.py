@@ -43,17 +43,16 @@ from stratagem.worker.user_code.watching import see_modules
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TORCH: Final = str(Path(torch.__file__).parent)
 _MODULE_CALLS: Final = (torch.nn.modules.module.__file__, f"{_TORCH}/_")
-"""The files of frames between a call of a module and its forward, and of torch's internals."""
+"""Files whose frames lie between a module's call and its forward, or inside torch."""
 
 
 @dataclass(frozen=True)
 class EntryPoints:
-    """The operator's allow list: exact names or fnmatch patterns over "package.module:name".
+    """The entry points that may be used: names or fnmatch patterns over "package.module:name".
 
-    `import_paths` are directories in which user modules are looked up, after everything else on
-    sys.path, so that a user's module never hides an installed one. code: the digest of the bundle
-    of a job, in which names are looked up first, and all of which is allowed. site: the site whose
-    file has the list.
+    import_paths: folders with user modules, searched after the rest of sys.path, so that installed
+    modules win. code: digest of the job's bundle, which is searched first and allowed completely.
+    site: the site whose file has the list.
     """
 
     allow: Sequence[str]
@@ -67,7 +66,7 @@ class EntryPoints:
                 sys.path.append(path)
 
     def resolve(self, name: str, field: str = "entrypoint") -> Callable[..., Any]:
-        """Return the callable with this name; refuse a disallowed one before any import."""
+        """Return the callable of this name; refuse a name that is not allowed before any import."""
         if not _NAME.fullmatch(name):
             raise _refusal(field, name, 'is not of the form "package.module:name"')
         module_name, _, qualname = name.partition(":")
@@ -82,10 +81,8 @@ class EntryPoints:
         return target if is_brought else self._checked(name, target, field)
 
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
-        """Return the result of `resolve` with these keyword arguments bound.
-
-        Raises InvalidInputError for a keyword that the target does not take.
-        """
+        """Return the callable of this name with keyword arguments bound. Raises InvalidInputError
+        for a keyword that it does not take."""
         target = self.resolve(name, f"{field}.entrypoint")
         _check_keywords(target, name, kwargs, f"{field}.kwargs")
         if any(isinstance(value, Mapping | list) for value in kwargs.values()):
@@ -93,10 +90,8 @@ class EntryPoints:
         return partial(target, **kwargs) if kwargs else target
 
     def import_allowed(self, module_name: str, field: str, name: str) -> ModuleType:
-        """Import the module of an entry point that is allowed.
-
-        Raises InvalidInputError where it is missing, UserCodeError for its errors.
-        """
+        """Import the module of an allowed entry point. Raises InvalidInputError if it is missing,
+        UserCodeError for its errors."""
         with user_code(f"importing {module_name}"):
             try:
                 if self._brings(module_name):
@@ -122,8 +117,8 @@ class EntryPoints:
         return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.allow)
 
     def _checked(self, name: str, target: Callable[..., Any], field: str) -> Callable[..., Any]:
-        """Refuse an object that the module merely imported from a disallowed place, unless the
-        operator has listed exactly this name."""
+        """Refuse an object that the module has only imported from a place that is not allowed,
+        unless the operator has listed exactly this name."""
         if name in self.allow:
             return target
         home = getattr(target, "__module__", None)
@@ -146,7 +141,8 @@ class EntryPoints:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A partial call with new lists and mappings every time, which the callee may change."""
+    """A partial call with new copies of lists and dicts each time, since the callee may change
+    them."""
 
     target: Callable[..., Any]
     kwargs: Mapping[str, Any]
@@ -228,8 +224,8 @@ class user_code:  # reads as a statement
 
 
 def user_error(error: BaseException, activity: str) -> UserCodeError:
-    """Return the error in words: type and message, with its notes, and the traceback of the user's
-    frames, or if there are none, of torch's without the calls of modules."""
+    """Return the error for reports: type and message with notes, and the traceback of the user's
+    frames; if there are none, of torch's frames without module calls."""
     told_trace = traceback.TracebackException.from_exception(error)
     _keep_users_part(told_trace)
     first, *others = leaves(error)
@@ -243,8 +239,8 @@ def user_error(error: BaseException, activity: str) -> UserCodeError:
 
 
 def _keep_users_part(told_trace: traceback.TracebackException) -> None:
-    """Remove our frames, and those of torch where there are others, also from exceptions that led
-    to this one."""
+    """Remove frames of Stratagem from the traceback, and those of torch if others remain; also in
+    causes."""
     behind = (told_trace.__cause__, told_trace.__context__, *(told_trace.exceptions or ()))
     for each in behind:
         if each is not None:
@@ -260,7 +256,7 @@ def _keep_users_part(told_trace: traceback.TracebackException) -> None:
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a file is neither ours nor torch's."""
+    """Return whether a file belongs to neither Stratagem nor torch."""
     return not (_is_ours(filename) or filename.startswith(_TORCH))
 
 
@@ -279,8 +275,8 @@ def _is_ours(filename: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SiteCode:
-    """The code of a job that the file of a site has admitted: its bundle, if it has one, and
-    patterns of installed entry points."""
+    """The code that a site's file allows for a job: its bundle, if any, and patterns of installed
+    entry points."""
 
     site: str
     entrypoints: tuple[str, ...]
@@ -299,11 +295,11 @@ class UserCode:
         fetch: Callable[[str], bytes],
         allowed: SiteCode | None = None,
     ) -> EntryPoints:
-        """Return the entry points of a job, after its bundle has been fetched.
+        """Return the entry points of a job, after fetching its bundle.
 
-        fetch: returns the archive of a digest. allowed: the code that a site's file has admitted,
-        in place of the operator's list and policy. Raises InvalidInputError where the policy of
-        this worker refuses the bundle, or a requirement of the job is not installed.
+        fetch: returns the archive of a digest. allowed: the code that a site's file allows, instead
+        of the operator's list and policy. Raises InvalidInputError if this worker's policy refuses
+        the bundle, or a requirement is not installed.
         """
         check_requirements(job)
         installed = self._installed
@@ -319,8 +315,7 @@ class UserCode:
 
 
 def check_requirements(job: JobSpec) -> None:
-    """Raise InvalidInputError, which names all missing ones, unless the requirements of the job are
-    installed."""
+    """Raise InvalidInputError that lists the job's requirements which are not installed."""
     lacking = [text for text in map(_lack, job.requires or ()) if text]
     if lacking:
         text = f"this worker lacks {', '.join(lacking)}: install that in the image of the workers"

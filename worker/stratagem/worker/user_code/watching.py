@@ -17,10 +17,10 @@ from typing import Any, Final, TextIO
 # sees it, right after the import of an entry point; a file that was only touched has not changed.
 
 MAX_SEEN: Final = 4096
-"""The largest number of watched modules."""
+"""Maximum number of watched modules."""
 _OURS: Final = "stratagem"
 MAX_BYTES: Final = 4 * 1024 * 1024
-"""The largest file that is compared."""
+"""Maximum size of compared files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,21 @@ class _SeenFile:
 
     path: str
     stamp: tuple[int, int]
-    """The time of its last change, in nanoseconds, and its size."""
+    """(time of the last change in nanoseconds, size)."""
     digest: bytes
 
 
 _seen: dict[str, _SeenFile] = {}
-"""The recorded files by name of the module. Used by one thread."""
+"""The recorded files, keyed by module name. Used by one thread."""
 _passed_over: dict[tuple[str, ...], set[str]] = {}
-"""The names of modules outside of these places, by places. There are thousands, and each entry
-point of each job looks for new ones."""
+"""Names of modules that are not in these folders, keyed by the folders: there are thousands, and
+each entry point looks for new modules."""
 
 
 def see_modules(folders: Iterable[str | Path]) -> None:
-    """Record the files of the modules in these folders that are imported by now.
+    """Record the files of imported modules in these folders.
 
-    Installed packages are left out, also where the folder contains an environment, since a new
-    version needs a restart of the worker.
+    Installed packages are left out, even inside the folders, since a new version needs a restart.
     """
     kinds = (Path(folder) for folder in folders)
     places = tuple(f"{each}/" for folder in kinds for each in {folder.absolute(), folder.resolve()})
@@ -61,7 +60,7 @@ def see_modules(folders: Iterable[str | Path]) -> None:
 
 
 def changed_modules() -> Iterator[tuple[str, str]]:
-    """Yield the name and the path of each module whose file has changed, or is gone."""
+    """Yield (name, path) of each module whose file was changed or removed."""
     for name, seen in sorted(_seen.items()):
         if _stamp(seen.path) == seen.stamp:
             continue
@@ -102,14 +101,14 @@ def _looked_at(path: str) -> _SeenFile | None:
 # and are not captured.
 
 Sink = Callable[[str, str], None]
-"""A function of a level ("PRINT", "ERROR", "DEBUG" to "CRITICAL") and one line of text."""
+"""Takes a level ("PRINT", "ERROR", "DEBUG" to "CRITICAL") and one line of text."""
 
 MAX_LINE_CHARS: Final = 16_384
 _OWN_LOGGERS: Final = "stratagem"
 
 
 class _PerThread(threading.local):
-    """The sink of this thread, and its output since its last line end."""
+    """The sink of this thread, and its unfinished line of output."""
 
     def __init__(self) -> None:
         self.sink: Sink | None = None
@@ -120,7 +119,7 @@ _here = _PerThread()
 
 
 class _Tee:
-    """A text stream that also gives the lines of threads with a sink to that sink."""
+    """Text stream that passes lines also to the sink of the writing thread, if it has one."""
 
     def __init__(self, stream: TextIO, level: str) -> None:
         self._stream = stream
@@ -152,7 +151,7 @@ class _Records(logging.Handler):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Install the proxies for this process; call after the process's logging is set up."""
+    """Install these streams for the process; call it after logging is set up."""
     real_out, real_err, records = sys.stdout, sys.stderr, _Records()
     sys.stdout, sys.stderr = _Tee(real_out, "PRINT"), _Tee(real_err, "ERROR")
     logging.getLogger().addHandler(records)
@@ -164,14 +163,14 @@ def installed() -> Iterator[None]:
 
 
 def pass_on(level: str, text: str) -> None:
-    """Pass a line, which another process has captured, to the sink of this thread."""
+    """Pass a line captured by another process to this thread's sink."""
     if _here.sink is not None:
         _here.sink(level, text[:MAX_LINE_CHARS])
 
 
 @contextmanager
 def to(sink: Sink) -> Iterator[None]:
-    """Pass the output and logs of this thread inside the `with` to the sink."""
+    """Context manager that passes this thread's output and logs to the sink."""
     _here.sink = sink
     try:
         yield
