@@ -199,7 +199,8 @@ def test_the_majority_of_three_executions_says_who_is_wrong(
     )
     difference = Difference(run, again, "r", None if third is None else another)
     assert Verification("r", (), {}, (), difference).conclusion is conclusion
-    assert Verification("r", (), {}, ()).conclusion is Conclusion.EQUAL
+    assert Verification("r", (run,), {}, ()).conclusion is Conclusion.EQUAL
+    assert Verification("r", (), {run.place: "why"}, ()).conclusion is Conclusion.NOTHING
 
 
 # ---- Execution ----

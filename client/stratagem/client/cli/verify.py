@@ -80,8 +80,8 @@ def verify(
                 raise InvalidInputError.at("RUN", text)
             print_line(make_console(), _checked(client, run_id))
             return
-        if output is not None and (output.is_dir() or not output.parent.is_dir()):
-            raise InvalidInputError.at("--certificate", f"no file can be written at {output}")
+        if output is not None and (output.exists() or not output.parent.is_dir()):
+            raise InvalidInputError.at("--certificate", f"{output} exists, or its folder does not")
         begun_s, console, is_text = time.monotonic(), make_console(), form is Format.TEXT
         found = client.verify(
             run_id,
@@ -142,10 +142,24 @@ def describe(found: Verification, seconds: float) -> Iterator[str]:
         num = len(found.equal) + len(found.unverified)
         by = f" on {', '.join(found.workers)}" if found.workers else ""
         yield f"verified {len(found.equal)} of {counted(num, 'digest')}{by} in {seconds:.1f} s"
+        own = {worker for claim in found.equal for worker in claim.workers}
+        if found.equal and own.issuperset(found.workers):
+            yield "these workers had computed the run: a defect that repeats would not show"
     else:
         yield from _of_difference(found.difference)
         reason = found.difference.why_open
         yield SENTENCES[found.conclusion] + (f": {reason}" if reason else "")
+        if found.conclusion in (Conclusion.RUN, Conclusion.VERIFIER):
+            yield _suspects(found.difference, found.conclusion)
+
+
+def _suspects(difference: Difference, conclusion: Conclusion) -> str:
+    """Say which workers to suspect, and what else looks the same."""
+    run, again = difference.claim, difference.again
+    text = f"suspect {_by(run if conclusion is Conclusion.RUN else again)}"
+    if set(run.workers) & set(again.workers):
+        text += "; both had the same workers, so have other workers verify it before you decide"
+    return f"{text}; code or data that have changed since the run look the same"
 
 
 def _some(places: Iterable[object]) -> str:
@@ -186,6 +200,7 @@ def as_json(found: Verification) -> dict[str, Any]:
             "digests": [difference.claim.digest, difference.again.digest],
             "workers": [list(difference.claim.workers), list(difference.again.workers)],
             "third": None if difference.third is None else difference.third.digest,
+            "third_workers": [] if difference.third is None else list(difference.third.workers),
             "step": difference.step,
             "series": difference.series,
             "values": difference.values and [_json_number(each) for each in difference.values],
@@ -220,7 +235,10 @@ def compare(
         ]
         if bits:
             mine, theirs = [RunClaims.of(run.events()) for run in runs]
-            lines += different_bits(mine, theirs, (run_id, other_id))
+            differences = list(different_bits(mine, theirs, (run_id, other_id)))
+            if not differences:
+                print_line(make_console(), f"{counted(len(mine.by_place), 'digest')}, equal")
+            lines += differences
             if first := first_step(*(run.history() for run in runs)):
                 step, series, (left, right) = first
                 lines.append(f"{series} differs first at step {step}: {left!r} and {right!r}")

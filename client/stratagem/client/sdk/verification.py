@@ -58,6 +58,8 @@ class Conclusion(StrEnum):
     """A third execution agrees with the run, and not with the second one."""
     JOB = "JOB"
     """Three executions have three results: the job does not determine its bits."""
+    NOTHING = "NOTHING"
+    """No claim could be computed again."""
     OPEN = "OPEN"
     """A claim differs, and there is no third execution to compare with."""
 
@@ -97,7 +99,7 @@ class Verification:
     def conclusion(self) -> Conclusion:
         """Return who is wrong, by the majority of three executions."""
         if self.difference is None:
-            return Conclusion.EQUAL
+            return Conclusion.EQUAL if self.equal else Conclusion.NOTHING
         run, again, third = self.difference.claim, self.difference.again, self.difference.third
         if third is None:
             return Conclusion.OPEN
