@@ -74,7 +74,7 @@ class Collector:
         chores: Chores,
         of_backups: Path,
     ) -> None:
-        """Set up; of_backups: the folder for copies of the journal that are being sent."""
+        """of_backups: the folder for copies of the journal that are being sent."""
         self._loop, self._blobs, self._spool, self._feed = loop, blobs, spool, feed
         self._chores = chores
         self.backups = Backups(loop, blobs, of_backups, self.ask)
@@ -320,7 +320,7 @@ ANSWER_AFTER_S: Final = 5.0
 FORGET_AFTER_S: Final = 10.0
 """Seconds for which a finished result waits for the client's next call; clients call every 2 s."""
 STAYS_S: Final = 300.0
-"""Seconds for which a kept blob may be named; it may be collected after twice that time."""
+"""Seconds for which a job may name a kept blob; the blob may be collected after twice the time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -413,8 +413,8 @@ class Backups:
     def __init__(
         self, loop: Loop, blobs: BlobStore, folder: Path, collect: Callable[[], None]
     ) -> None:
-        """Set up; folder: for copies of the journal that are being sent; collect: requests a
-        collection of blobs."""
+        """folder: for copies of the journal that are being sent; collect: requests a collection of
+        blobs."""
         self._loop, self._blobs, self._folder, self._collect = loop, blobs, folder, collect
         self._held: dict[Digest, frozenset[Digest]] = {}
         self._is_busy = False
@@ -479,7 +479,7 @@ class Backups:
 
 
 def _write(blobs: BlobStore, digests: Sequence[Digest]) -> Digest:
-    """Store a list of these blobs as a blob, and return its digest."""
+    """Store the list of these blobs as a blob of its own, and return the digest of that blob."""
     shape = (len(digests), _DIGEST_BYTES)
     header = header_bytes(build_manifest([("digests", "uint8", shape)], Purpose.STATE))
     content = header + b"".join(map(bytes.fromhex, digests))

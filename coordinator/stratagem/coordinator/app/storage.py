@@ -90,7 +90,7 @@ class CoordinatorSecurity:
 
 
 def tls_of(settings: Settings) -> TlsFiles | None:
-    """Return the certificate files of the settings, or None without TLS."""
+    """Return the TLS certificate files that the settings name; None without TLS."""
     return tls_files(settings.tls_ca, settings.tls_cert, settings.tls_key, needs_cert=True)
 
 
@@ -159,7 +159,7 @@ class Storage:
     def claim(self, journal: str) -> None:
         """Mark the object store as belonging to a journal.
 
-        Raises InvalidInputError if it belongs to another, whose blobs would be garbage to this one.
+        Raises InvalidInputError if it belongs to another journal, whose blobs would be deleted.
         """
         if self.objects is None:
             return

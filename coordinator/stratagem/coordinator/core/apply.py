@@ -62,10 +62,10 @@ CLUSTER = RunId("")
 _OF_WORKER = fields(WorkerRecord)
 
 MAX_UPLOADS = 256
-"""The most uploads remembered per owner, the newest ones, as a job that names one follows soon."""
+"""The most uploads remembered per owner, the newest; a job that names an upload follows soon."""
 
 MIN_COMMITS = 64
-"""The least number of commits kept in memory per run: one evaluated later may be the best."""
+"""The least number of commits kept in memory per run: a commit evaluated later may be the best."""
 
 
 def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
@@ -144,8 +144,8 @@ def _workers_after(
 
 
 def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:
-    """Return the member that is gone for good with a fact: it left, or a newer process of its
-    worker has registered; None if there is none. A lost member may come back."""
+    """Return the member that a fact removes for good: it left, or a newer process of its worker has
+    registered; None if there is none. A lost member may come back."""
     if not isinstance(fact, WorkerLeft | WorkerRegistered):
         return None
     known = state.workers.get(fact.member.worker_id)
@@ -155,8 +155,8 @@ def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:
 
 
 def _runs_without(state: CoordinatorState, gone: Member | None) -> Mapping[RunId, RunRecord]:
-    """Return the runs; active ones no longer list a member that is gone, as it has nothing to
-    release, and a long run would collect thousands of such members."""
+    """Return the runs, with a member that is gone removed from the active ones: that member has
+    nothing to release, and a long run would collect thousands of such members."""
     left = {
         run_id: replace(run, touched=run.touched - {gone})
         for run_id, run in state.runs.items()
@@ -209,7 +209,7 @@ def _apply_to_run(
 
 
 def _is_replaced(member: Member, workers: Mapping[WorkerId, WorkerRecord]) -> bool:
-    """Return True if a newer process of the worker has taken this member's place. So it may be
+    """Return True if a newer process of the worker has taken this member's place. This may be so
     while the member's work is due, and in a replay, which reads all workers before any run."""
     worker = workers.get(member.worker_id)
     return worker is not None and worker.member != member

@@ -150,7 +150,7 @@ class ForgetWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report a fact that results from an effect, or from a part of one."""
+    """Report a fact that results from an effect, or from a part of an effect."""
 
     run_id: RunId
     fact: Fact

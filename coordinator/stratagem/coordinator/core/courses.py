@@ -37,7 +37,7 @@ def course_of(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def resumed_metrics(job: JobSpec) -> Mapping[str, float]:
-    """Return the metrics that a run begins with: of another run's commit if it resumes one."""
+    """Return the metrics that a run begins with: those of the commit that it resumes, or none."""
     initial = job.initial
     return {} if initial is None else dict(initial.metrics or {})
 

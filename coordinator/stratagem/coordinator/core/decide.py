@@ -337,8 +337,8 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
 
 
 def _is_last_upload(run: RunRecord, command: Report) -> bool:
-    """Return True if the fact is the upload, or the loss, of the last commit's parts, which may
-    still come after the end of a run, until its workers forget it."""
+    """Return True if the fact says that the last commit's parts are uploaded or lost, which may
+    still come after the end of a run, until its workers forget the run."""
     return not run.is_released and isinstance(command.fact, CommitUploaded | SoleCopiesLost)
 
 
@@ -377,14 +377,14 @@ class Agenda:
         self._workers = state.workers
         self._load = PersistentMap[WorkerId, int]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
-        """The workers that each active run loads."""
+        """Keyed by active run: the workers for which the run counts as load."""
         self._touched: dict[RunId, frozenset[Member]] = {}
         """The members that `_burdened` was computed from; a fact changes few of thousands."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
         """Active runs with a placement timeout, whose deadline depends on the workers."""
         self._numbers: dict[RunId, int] = {}
-        """A number per run, ascending in the order of the state: that of submission."""
+        """A number per run, ascending in order of submission, which is the order of the state."""
         self._num_seen = 0
         self._due: set[RunId] = set()
         for run_id in state.runs:
@@ -424,7 +424,7 @@ class Agenda:
     def settle(
         self, state: CoordinatorState, now_s: float, add: Callable[[JournalEntry], CoordinatorState]
     ) -> None:
-        """Ask each due run for facts until it has none; `add` applies and notes one fact."""
+        """Ask each due run for its next fact until it has none; add: applies and notes one fact."""
         self._due |= {
             run_id for run_id, deadline_s in self._deadlines.items() if deadline_s <= now_s
         }
@@ -448,8 +448,8 @@ class Agenda:
         run: RunRecord | None,
         changed: Set[WorkerId] = frozenset(),
     ) -> bool:
-        """Update the set of workers that an active run loads; return True if the load has changed.
-        changed: the workers that have new records."""
+        """Update the set of workers for which an active run counts as load; return True if the set
+        has changed. changed: the workers whose records are new."""
         before = self._burdened.pop(run_id, frozenset())
         known = self._touched.pop(run_id, frozenset())
         after = frozenset[WorkerId]()

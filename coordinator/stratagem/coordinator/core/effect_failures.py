@@ -63,7 +63,7 @@ _MENDABLE: Final = (
     *(UnavailableError, StaleError, ConflictError, NotFoundError),
     *(UnauthenticatedError, PermissionDeniedError, OSError, MemoryError),
 )
-"""Errors that may go away: a process, disk or store that is away, full or refuses, and races."""
+"""Errors that may go away: a process, disk or store is absent, full or refuses; or calls raced."""
 _OF_THE_INPUTS: Final = (InvalidInputError, LimitError)
 """Errors of wrong inputs; if a worker has sent the inputs, another worker may send right ones."""
 

@@ -96,7 +96,7 @@ class RunSegment:
     keeps: bool = False
     """True if each member keeps parts that it alone has in a local file after the segment."""
     is_mirrored: bool = field(default=False, compare=False)
-    """True if members mirror each other's parts; both holders of a part may be gone."""
+    """True if members mirror each other's parts; a part is lost if both its holders are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,14 @@ class CommitSegment:
     step: int
     membership: int
     parts: tuple[tuple[Member, ...], ...]
-    """The members that have each part of the state; any one of them will do."""
+    """The members that have each part of the state; any one of a part's members will do."""
     metrics: tuple[tuple[str, float], ...] = ()
     mirrors: tuple[tuple[Member, ...], ...] = ()
     """The members that mirror each part of the state besides their own; empty without mirrors."""
     streams: str = ""
-    """See Base."""
+    """The position in each stream of rows at the end of the segment; see Base."""
     is_partial: bool = False
-    """See SegmentCommitted."""
+    """True if the parts that only one member has stay on the workers; see SegmentCommitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class TrainClient:
     member: Member
     base: Base
     num_lr_reductions: int = 0
-    """See RunSegment."""
+    """How often a plateau has lowered the learning rates before the round; see RunSegment."""
     clip_norm: float = 0.0
     """The norm to which the client's change is clipped; 0: the update is the state itself."""
     rows: RowsAsked | None = None
@@ -213,7 +213,7 @@ class RouteShares:
     round_num: int
     clients: SecureParty
     may_leave_out: bool
-    """See PostKeys."""
+    """True if the round goes on without absent clients once enough are present; see PostKeys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class AggregateRound:
     secure: SecureParty | None = None
     """The clients that help to unmask the sum; None: the sum is not masked."""
     is_control_anew: bool = False
-    """True if the common control variate is reset to zero, as those of all clients are."""
+    """True if the common control variate is reset to zero, as all clients' variates are."""
     integers_of: int | None = None
     """Index of the update whose integer tensors are taken, if updates are sums of regions; else
     None."""
@@ -416,7 +416,7 @@ class Request(Generic[Key, Slot]):
 def grant(
     waiting: Sequence[Request[Key, Slot]], taken: Iterable[Slot]
 ) -> tuple[Request[Key, Slot], ...]:
-    """Return the requests that can start now; those that wait block their slots for later ones."""
+    """Return the requests that can start now; waiting requests block their slots for later ones."""
     blocked = set(taken)
     granted = []
     for request in waiting:

@@ -10,7 +10,7 @@ from stratagem.coordinator.core.state import CoordinatorState, EndedRuns, RunRec
 
 
 def pending(state: CoordinatorState) -> frozenset[Effect]:
-    """Return all effects that are due."""
+    """Return the effects that are due for all runs."""
     return frozenset[Effect]().union(*(pending_of(run) for run in state.runs.values()))
 
 
@@ -24,13 +24,13 @@ def pending_of(run: RunRecord) -> frozenset[Effect]:
 
 
 def _last_uploads(run: RunRecord) -> frozenset[Effect]:
-    """Return the uploads due from an ended run before its workers forget it: it may be resumed."""
+    """Return the uploads due before workers forget an ended run, as the run may be resumed."""
     due = run.strategy.pending(run.run_id, run.job, run.value, None)
     return frozenset(effect for effect in due if isinstance(effect, UploadCommit))
 
 
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
-    """Return the blobs that must be kept."""
+    """Return all blobs that must be kept, in one new set; slow if there are many blobs."""
     return needed(state).all()
 
 
@@ -48,7 +48,7 @@ class Needed(Container[Digest]):
         return is_named or any(digest in each for each in self.held)
 
     def all(self) -> frozenset[Digest]:
-        """Return all blobs that runs need; slow if they are many."""
+        """Return all blobs that runs need, in one new set; slow if there are many blobs."""
         return frozenset(chain(self.active, self.ended.blobs))
 
 

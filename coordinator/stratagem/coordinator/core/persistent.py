@@ -107,7 +107,7 @@ def _place(key: str) -> int:
 
 
 def _made(items: dict[Any, Any], depth: int) -> _Node:
-    """Return a subtree of these items for a depth of the trie."""
+    """Build the subtree that has these items, at this depth of the trie."""
     if len(items) <= _LEAF or depth == _DEEPEST:
         return items
     parts: list[dict[Any, Any]] = [{} for _ in range(_MASK + 1)]

@@ -92,7 +92,7 @@ def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
 
 def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEntry, ...]:
     """Return the facts that delete the archived runs beyond the limits. A run from which another
-    one has begun is kept. A pinned run is kept, too, and does not count."""
+    run has begun is kept. A pinned run is kept, too, and does not count."""
     named = frozenset(map(initial_of, state.runs.values()))
     # The initial state of a run belongs to another run.
     free = (
@@ -157,7 +157,7 @@ def _known(record: WorkerRecord) -> KnownWorker:
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
-    """Yield the items in batches."""
+    """Yield the items in tuples of this size; the last one may be shorter."""
     left = iter(items)
     while batch := tuple(islice(left, size)):
         yield batch
@@ -222,7 +222,7 @@ def deaths_at_work(
 
 
 def _told(fact: Fact, ending: Ending) -> Fact:
-    """Return the fact with details from the report of the worker's next process added."""
+    """Return the fact; a death with the details that the worker's next process reports."""
     if not isinstance(fact, ProcessDied):
         return fact
     at = None if ending.run_id is None else ending.party

@@ -200,8 +200,8 @@ class Pace:
     marks: tuple[PaceMark, ...] = ()
 
     def updated(self, now_s: float, done: float, *, trains: bool) -> "Pace":
-        """Return the pace after another look at the run. done: its progress, in steps or other
-        units and fractions of them; if it decreases, the pace begins anew."""
+        """Return the pace after another look at the run. done: the run's progress, in steps or
+        other units and fractions of them; if it decreases, the pace begins anew."""
         if not trains:
             return replace(self, seen_s=None)
         trained_s = self._trained_s(now_s)
@@ -284,7 +284,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
 
 
 def _states_in(view: RunView) -> set[Digest]:
-    """Return the states and the predictions in a view."""
+    """Return the digests of the committed states and the predictions that a view names."""
     named = {digest for each in view.commits for digest in (each.digest, each.average)}
     return {*named, view.predictions or Digest("")} - {Digest("")}
 

@@ -66,9 +66,9 @@ class CommittedState:
     digest: Digest
     metrics: Mapping[str, float] = field(default_factory=dict)
     streams: str = ""
-    """See effects.Base."""
+    """The position in each stream of rows at the commit; see effects.Base."""
     average: Digest = NO_DIGEST
-    """See effects.Base."""
+    """The blob with the averaged parameters, if the run keeps averages; see effects.Base."""
     is_partial: bool = False
     """True if the parts that only one worker has are not in the blob; see SegmentCommitted."""
 
@@ -94,13 +94,13 @@ class RunRecord:
     submitted_by: str = ""
     """The caller, for people; empty if not known."""
     submission: str = ""
-    """See RunSubmitted."""
+    """Tells the run's stored files from those of a deleted run of the same id; see RunSubmitted."""
     owner: str = ""
     """The owner, who may stop, resume and delete the run without the admin scope."""
     traceparent: str = ""
-    """See RunSubmitted."""
+    """Position of the run in a trace, if it is traced; see RunSubmitted."""
     numerics: int = 1
-    """See RunSubmitted."""
+    """Version of the rules that fix the run's result bit for bit; see RunSubmitted."""
     changed_s: float = 0.0
     """Leader-clock time of the newest fact."""
     num_facts: int = 0
@@ -156,7 +156,7 @@ class EndedRun:
     them."""
     owner: str = ""
     submission: str = ""
-    """See RunSubmitted."""
+    """Tells the run's stored files from those of a deleted run of the same id; see RunSubmitted."""
     num_hidden: int = 0
     """The number of facts that readers do not get."""
     draws_in_secret: bool = False
@@ -372,12 +372,12 @@ class World:
     """Cached results of placement, keyed by what was required of the workers: every fact asks
     again, and there are thousands of workers."""
     numerics: int = 0
-    """Version of the numerics rules that the run follows; 0 if the world is that of no run."""
+    """Version of the numerics rules that the run follows; 0 if the world is not seen by a run."""
     _under: dict[int, "World"] = field(default_factory=dict, repr=False, compare=False)
     _sorted: list[tuple[WorkerRecord, ...]] = field(default_factory=list, repr=False, compare=False)
     """The usable workers, once they are sorted. Worlds made by `under` share this list and have no
-    reference to their origin: each change would leave a cycle of thousands of workers to the
-    garbage collector."""
+    reference to their origin: otherwise each change would leave a cycle of thousands of workers to
+    the garbage collector."""
 
     def under(self, numerics: int) -> "World":
         """Return the world as seen by a run that follows this version of the numerics rules."""
@@ -425,7 +425,8 @@ def retained(record: RunRecord, num_newest: int | None = None) -> tuple[Committe
 
 
 def best_commit(record: RunRecord) -> CommittedState | None:
-    """Return the commit with the best value of evaluation.best, the earliest of equals, if any."""
+    """Return the best commit by evaluation.best, the earliest of equals; None if none has a
+    value."""
     evaluation = record.job.evaluation
     if evaluation is None or evaluation.best is None:
         return None

@@ -23,7 +23,7 @@ from stratagem.coordinator.core.strategy_contract import PartyView, Status, Stra
 
 
 class Raised(str):
-    """A sentence about an exception that a strategy has raised, as a type of its own."""
+    """The type of sentences about exceptions that strategies have raised, a subclass of str."""
 
     __slots__ = ()
 
@@ -56,7 +56,7 @@ def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
 
 
 def deadline_of(run: RunRecord, world: World) -> float | None:
-    """Return the leader-clock time at which an active run must be asked again, if any."""
+    """Return the leader-clock time at which an active run must be asked again, or None."""
     try:
         deadline_s = run.strategy.next_deadline(run.value)
     except Exception:  # its next decision fails the run
@@ -68,7 +68,7 @@ def deadline_of(run: RunRecord, world: World) -> float | None:
 
 
 def status_of(run: RunRecord, world: World) -> Status:
-    """Return the run's status, for people; if the strategy raises, the exception is its reason."""
+    """Return the run's status, for people; its reason is the exception if the strategy raises."""
     try:
         return run.strategy.status(run.job, run.value, world.under(run.numerics))
     except Exception as error:

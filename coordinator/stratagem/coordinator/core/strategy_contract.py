@@ -141,7 +141,7 @@ class Child:
     strategy: "Strategy"
     """The strategy that runs the party."""
     value: Any
-    """The run value of that strategy."""
+    """The run value of the party's strategy."""
     horizon: int
     """The last segment that the party may train for now."""
 
@@ -182,13 +182,13 @@ class Strategy:
     own_parties: Callable[[Any], Mapping[Party, PartyView]] = lambda _: {}
     """(value): the parties whose members exchange tensors with each other."""
     own_deaths: Callable[[Any, Member], tuple[ProcessDied, ...]] = _none
-    """(value, member): the work during which a worker process ended although nobody asked it to."""
+    """(value, member): deaths to count for a process that ended unasked, one per piece of work."""
     own_reform: Callable[[Any, Party, str], Fact | None] = lambda *_: None
     """(value, party, reason): a new membership for a party whose members failed to exchange tensors
     although all of them live."""
     own_setback: Callable[[JobSpec, Any], str] = lambda *_: ""
-    """(job, value): the end of the reason of such a new membership: what its members lose; "" if
-    they go on with what they hold."""
+    """(job, value): text that ends the reason of a membership made by own_reform: what members
+    lose; "" if they go on with what they hold."""
     own_blobs: Callable[[Any], frozenset[Digest]] = lambda _: frozenset()
     """(value): the states that may still be needed, besides the run's commits."""
     children: Callable[[Any], Iterable[Child]] = _none
@@ -216,7 +216,7 @@ class Strategy:
 
     def deaths_to_charge(self, value: Any, member: Member) -> tuple[ProcessDied, ...]:
         """Return the deaths to count, in this party and those below, for a worker whose process
-        ended although nobody asked it to: one for each piece of work that it did."""
+        ended although nobody asked it to: one death for each piece of the process's work."""
         inside = (
             death
             for child in self._working(value)

@@ -141,8 +141,8 @@ def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
 
 
 def _variants(runs: LiveRuns, effect: Build) -> list[worker_pb2.Variant]:
-    """Return variants of a population member's job to build too: they show on which settings the
-    layout of the model depends."""
+    """Return variants of a population member's job to build as well, because they show on which
+    settings the layout of the model depends."""
     if effect.params is None:
         return []
     tried = variants(runs.state.runs[effect.run_id].job, effect.params)

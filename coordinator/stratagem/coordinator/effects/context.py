@@ -145,8 +145,8 @@ class LiveRuns:
     def spool_key(
         self, run_id: RunId, party: Party, round_num: int, client: int, attempt: int = 0
     ) -> SpoolKey:
-        """Return the key of a client's update in the spool. attempt: of a secure round; each
-        attempt has other masks, so an update of an earlier attempt must not be found."""
+        """Return the key of a client's update in the spool. attempt: the attempt of a secure round;
+        each has other masks, so an update of an earlier attempt must not be found."""
         client += attempt * MAX_CLIENTS
         run = self.state.runs.get(run_id)
         of_run = SpoolRun(run_id) if run is None else SpoolRun.of(run)
@@ -165,7 +165,7 @@ class LiveRuns:
     async def report(self, run_id: RunId, fact: Fact, histories: Sequence[HistoryRow] = ()) -> bool:
         """Submit a fact to the loop; return False, and log the reason, if the fact came too late.
 
-        histories: of the steps that the fact ends, stored with it.
+        histories: rows to store with the fact, of the steps that the fact ends.
         """
         try:
             await self.loop.submit(Report(run_id, fact), histories)
@@ -252,12 +252,12 @@ class WorkerCalls:
 # ---- Transfers ----
 
 MAX_PULLS = 2
-"""The model-sized streams received at once: more are not faster, and each takes buffers."""
+"""The most model-sized streams received at once: more are not faster, and each takes buffers."""
 
 MAX_HEADERS = 64
 
 MAX_BROUGHT = 16
-"""The states per run that a worker keeps; it says which of them it still has when it asks."""
+"""The most states per run that a worker keeps; its requests say which ones it still has."""
 
 PushKey = tuple[Member, RunId, Digest]
 
@@ -282,7 +282,7 @@ class Transfers:
     settings: Settings
     pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
     brought: dict[tuple[Member, RunId], deque[Digest]] = field(default_factory=dict)
-    """The newest states that were sent to each member of each run, which may still have them."""
+    """The newest states sent to each member, per run; the member may have dropped some."""
     frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
     headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
@@ -494,9 +494,9 @@ async def _send_list(call: Any, content: bytes) -> None:
 # Within one call, a worker asks for signed requests about the leaves of one state.
 
 MAX_ASKED: Final = 64
-"""The number of leaves that a worker may ask for in one message."""
+"""The most leaves that a worker may ask for in one message."""
 MAX_SIGNED: Final = 16
-"""The signed requests per leaf: the first, and more if it was refused or has expired."""
+"""The most signed requests per leaf; another one is signed if the last was refused or expired."""
 
 Sign = Callable[[Sequence[Digest]], Sequence[str]]
 """Makes a signed URL for each leaf; blocks."""

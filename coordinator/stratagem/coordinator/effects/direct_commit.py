@@ -53,7 +53,7 @@ from stratagem.v1 import worker_pb2
 # leaf is read again: a wrong one reveals a worker that writes other bytes than it has.
 
 NUM_IDLE_TIMEOUTS: Final = 4
-"""A call is given up after so many stream idle timeouts: a leaf takes longer than a chunk."""
+"""Stream idle timeouts that a call may take: several, as a leaf takes longer than a chunk."""
 _DIGEST_BYTES: Final = 32
 
 log = structlog.get_logger()
@@ -397,7 +397,7 @@ async def written_by_owners(
 
 
 class DescribedPart(NamedTuple):
-    """A part of a state, as its holder describes it. name: of the snapshot with the part."""
+    """A part of a state, as its holder describes it. name: the name of its snapshot."""
 
     manifest: Manifest
     name: str

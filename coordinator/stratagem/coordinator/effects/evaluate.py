@@ -295,7 +295,8 @@ async def shown_evaluation(
     """Call the user's on_evaluation hook on the first member, and return its result.
 
     shown_in: the party whose sessions have evaluated. at: segment and step of the evaluated state.
-    metrics: keyed by "<split>.<metric>". None if the hook failed, which is reported then.
+    metrics: keyed by "<split>.<metric>". Return None if the hook failed, which has then been
+    reported.
     """
     if not (splits and results and results[0].wants_evaluation):
         return Seen({}, "")

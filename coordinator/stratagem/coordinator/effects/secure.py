@@ -86,8 +86,8 @@ class Answers:
     """The reason why a client has not answered yet, keyed by client."""
 
     def left_out(self, may_leave_out: bool, num_needed: int) -> tuple[LeftOut, ...]:
-        """Return the clients that the round goes on without. Raises UnavailableError if clients are
-        away that may not be left out, or too few would remain."""
+        """Return the clients that the round goes on without. Raises UnavailableError if clients
+        that may not be left out are away, or too few would remain."""
         if self.away and not (may_leave_out and len(self.given) >= num_needed):
             client, reason = min(self.away.items())
             more = f" and {len(self.away) - 1} more" if len(self.away) > 1 else ""

@@ -306,7 +306,7 @@ def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
 
 
 def number_of(effect: RunSegment) -> int:
-    """Return the number of a segment in its party's history; for a client, of the round."""
+    """Return the number of a segment in its party's history; for a client, the round number."""
     return effect.rounds_before + effect.segment
 
 

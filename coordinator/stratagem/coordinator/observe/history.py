@@ -37,7 +37,7 @@ class PackedRows(NamedTuple):
 
 @dataclass(slots=True)
 class HistoryParts:
-    """A member's parts of a segment's history; `is_whole` is False once one is missing."""
+    """A member's parts of a segment's history; `is_whole` is False once a part is missing."""
 
     parts: list[PackedRows] = field(default_factory=list)
     is_whole: bool = True

@@ -119,7 +119,7 @@ class Refusals:
         return [self._refused[name] for name in sorted(self._refused)]
 
     def _keep_room(self) -> None:
-        """Drop the oldest entry of the caller with the most, if there are too many."""
+        """If there are too many refusals, drop the oldest one of the caller that has the most."""
         if len(self._refused) <= MAX_REFUSED:
             return
         [(owner, _)] = Counter(each.owner for each in self._refused.values()).most_common(1)

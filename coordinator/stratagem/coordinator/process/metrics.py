@@ -223,7 +223,7 @@ class CoordinatorMonitor:
     def _readings(
         self, app: App | None, held: list[tuple[Metric, Values]]
     ) -> Iterator[tuple[Metric, Values]]:
-        """Yield all readings, in any thread."""
+        """Yield all readings; may be called in any thread."""
         yield from held
         if app is not None:
             phases = _phases(app.loop.state)

@@ -61,7 +61,7 @@ class PaceRule:
         return self.pace(max(self.shortest_s, many_s))
 
     def pace(self, interval_s: float) -> HeartbeatPace:
-        """Return the pace with this heartbeat interval, which is at least the shortest one."""
+        """Return the pace with this heartbeat interval, which must be at least shortest_s."""
         more_s = interval_s - self.shortest_s
         return HeartbeatPace(interval_s, self.ttl_s + HEARTBEATS_PER_TTL * more_s)
 
@@ -88,9 +88,8 @@ class Leases:
         lose: Callable[[Member, str, float], Awaitable[object]],
         on_drop: Callable[[Member], None] = lambda _member: None,
     ) -> None:
-        """Set up without leases. clock: leader time. lose: called with a member whose lease has
-        expired, the reason, and the seconds since its last heartbeat. on_drop: called when any
-        lease ends."""
+        """clock: leader time. lose: called with a member whose lease has expired, the reason, and
+        the seconds since its last heartbeat. on_drop: called when any lease ends."""
         self.rule = rule
         self._clock = clock
         self._lose = lose
@@ -218,7 +217,7 @@ class _Stream:
     for_run: RunId
     send: Send
     interval_s: float
-    """The heartbeat interval that the worker was sent last."""
+    """The heartbeat interval that was last sent to the worker."""
     limit: asyncio.Timeout
     num_beats: int = 0
     is_draining: bool = False
@@ -246,8 +245,8 @@ class HeartbeatStreams:
         *,
         lasts_s: float = LASTS_S,
     ) -> None:
-        """Set up without streams. is_over: returns True if a run has ended or is unknown. drain:
-        called when a worker announces that it is draining."""
+        """is_over: returns True if a run has ended or is unknown. drain: called when a worker
+        announces that it is draining."""
         self._leases, self._term, self._drain = leases, term, drain
         self._is_over, self._is_known = is_over, is_known
         self._lasts_s = lasts_s

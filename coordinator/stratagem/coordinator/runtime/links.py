@@ -64,8 +64,8 @@ class SnapshotCalls:
         return self._call(offset, "")
 
     def near(self, take: Take) -> Near | None:
-        """Return the means to read the snapshot from a local file of the worker; None if it is on
-        another machine."""
+        """Return the means to read the snapshot from a local file of the worker; None if the worker
+        is on another machine."""
         if not self.link.place:
             return None
         return Near(lambda: self._call(0, self.link.place), take, self.link.leave)
@@ -139,7 +139,7 @@ class WorkerLink:
         return "" if is_same else "another worker process answers there"
 
     async def why_silent(self) -> str:
-        """Return the reason why a worker is silent if it is its identity or its tunnel; else ""."""
+        """Return why a worker is silent if its identity or tunnel is the reason; otherwise ""."""
         if not self.address:
             return self._relay.silence(self.member)
         proof, name = self._proof, self.member.worker_id
@@ -320,8 +320,8 @@ class SharedFrames:
         check: Callable[[int, bytes], None],
         offer: Callable[[], tensor_pb2.OpenFile | None],
     ) -> None:
-        """Set up without reading. check: called with the offset and bytes of each new frame. offer:
-        returns the open file for receivers that read the file themselves."""
+        """check: called with the offset and bytes of each new frame. offer: returns the open file
+        for receivers that read the file themselves."""
         self.offer = offer
         self._source = source
         self._check = check

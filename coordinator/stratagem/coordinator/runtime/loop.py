@@ -51,8 +51,8 @@ MAX_BATCH = 64
 
 SUMMED_UP_FACTS = 50_000
 SUMMED_UP_CLUSTER = 5000
-"""The number of cluster facts after which they are replaced by a summary. This bounds how many a
-takeover reads, and one transaction deletes."""
+"""The number of cluster facts after which they are replaced by a summary. This bounds how many
+facts a takeover reads, and one transaction deletes."""
 SUMMED_UP_RUNS = 500
 """The number of facts (or of runs) after which replay summarizes ended runs, so that an interrupted
 replay keeps its progress."""

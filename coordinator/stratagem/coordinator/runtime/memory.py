@@ -22,14 +22,14 @@ COLLECTION_PAUSE_S: Final = 0.25
 GROWTH: Final = 1.5
 """The growth in memory blocks since the last full collection at which a full one is made again."""
 LEAST_BLOCKS: Final = 500_000
-"""The minimum of blocks to compare with: a small process grows by half with its first workers."""
+"""The least block count to compare with: a small process grows by half with its first workers."""
 
 
 class Portions:
     """Collects garbage in portions; remembers the block count after the last full collection."""
 
     def __init__(self, num_blocks: Callable[[], int] = sys.getallocatedblocks) -> None:
-        """Set up; num_blocks: returns the number of memory blocks allocated by Python."""
+        """num_blocks: returns the number of memory blocks allocated by Python."""
         self._num_blocks = num_blocks
         self._num_left = num_blocks()
 
@@ -46,7 +46,7 @@ class Portions:
 
 @asynccontextmanager
 async def small_portions(pause_s: float = COLLECTION_PAUSE_S) -> AsyncIterator[None]:
-    """Context manager that collects garbage in small portions meanwhile."""
+    """Context manager that collects garbage in small portions while its body runs."""
     task = asyncio.create_task(_collect_in_portions(Portions(), pause_s))
     try:
         yield

@@ -53,7 +53,7 @@ LAST_RETRY_S = 5.0
 GRACE_S = 5.0
 """The time that `close` waits for stopped tasks to end."""
 _OF_PROXIES: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
-"""Status codes that no error of ours has: gRPC turns HTTP 500 and 404 into them."""
+"""Status codes that no error of ours has; gRPC derives them from a proxy's HTTP 500 and 404."""
 
 log = structlog.get_logger()
 
@@ -65,8 +65,8 @@ class RunSupervisor:
         give_up: Callable[[Effect, FailedTries], Awaitable[None]],
         on_trouble: Callable[[Effect, FailedTries], None] = lambda effect, tries: None,
     ) -> None:
-        """Set up without tasks. give_up: removes an effect that must not be retried. on_trouble:
-        called with every effect that keeps failing."""
+        """give_up: removes an effect that must not be retried. on_trouble: called with every effect
+        that keeps failing."""
         self._perform, self._give_up = perform, give_up
         self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
@@ -287,8 +287,8 @@ def _is_same_work(new: Effect, old: Effect) -> bool:
 
 
 class Chores:
-    """Background tasks that nobody waits for. An error is logged, and the next chore of its kind
-    makes up for it."""
+    """Background tasks that nobody waits for. An error is logged, and the next chore of the same
+    kind makes up for the failure."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -368,7 +368,7 @@ class Paced:
     event loop."""
 
     def __init__(self, chore: Callable[[], Awaitable[None]], pause_s: float) -> None:
-        """Set up; pause_s: from the end of one run to the start of the next."""
+        """pause_s: from the end of one run to the start of the next."""
         self._chore = chore
         self._pause_s = pause_s
         self._is_asked = False
@@ -405,7 +405,7 @@ LONGEST_WAIT_S: Final = 0.05
 
 @dataclass(slots=True)
 class _Group:
-    """The members that report together; the group is closed once the first of them is done."""
+    """The members that report together; the group is closed once the first member is done."""
 
     num_missing: int = 0
     all_done: asyncio.Event = field(default_factory=asyncio.Event)

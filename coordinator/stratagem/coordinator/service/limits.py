@@ -74,8 +74,8 @@ class Places:
     """A limit on concurrent calls, in all and per caller."""
 
     def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
-        """Set up; setting: the name of the overall limit, and the prefix of the name of the limit
-        per caller."""
+        """setting: the name of the overall limit, and the prefix of the name of the limit per
+        caller."""
         self._setting, self._limit, self._limit_each = setting, limit, limit_each
         self._taken = Counter[str]()
 

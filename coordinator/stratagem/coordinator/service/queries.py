@@ -53,7 +53,7 @@ MAX_PAGE_BYTES: Final = 2 * 2**20
 """The size limit of a page with several runs; a single run always fits into a message."""
 
 READ_AT_ONCE: Final = 16
-"""The runs at rest that are read together; most have a few KB, but some are as large as a job."""
+"""The most runs at rest read at once; most have a few KB, but some are as large as a job."""
 _FIRST: Final = (-math.inf, RunId(""))
 """A key that sorts before all runs."""
 
@@ -297,7 +297,7 @@ def _up_to(segment: int, rows: Sequence[HistoryRow]) -> list[HistoryRow]:
 
 
 def _add_tail(gathered: _Gathered, sent: Sequence[SentRows], wanted: Sequence[str]) -> None:
-    """Add the rows of the segment in flight, unless it has ended and was read already."""
+    """Add the rows of the segment in flight, unless it has ended and its rows were read already."""
     if not sent or sent[0].segment <= gathered.last_segment:
         return
     gathered.stride = max([gathered.stride, *(each.stride for each in sent)])

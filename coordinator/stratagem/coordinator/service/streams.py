@@ -228,7 +228,7 @@ def _check_privacy(app: App, job: JobSpec) -> None:
 
 
 async def _is_here(app: App, caller: Caller, digest: Digest | None, *, is_new: bool) -> bool:
-    """Return True if a blob is stored here and the caller may name it; for a new run, keep it."""
+    """Return True if a blob is stored here and the caller may name it; a new run's blob is kept."""
     if digest is None or not may_name(app, caller, digest):
         return False
     return not is_new or await app.kept.keep(digest)

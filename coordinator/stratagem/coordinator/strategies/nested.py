@@ -101,8 +101,8 @@ def returned(child: Child, base: Base, metrics: Mapping[str, float]) -> Child:
 
 
 def decide(child: Child, world: World, now_s: float) -> Fact | None:
-    """Return the child's next fact; None for its completion, and the failure of its party for that
-    of its run."""
+    """Return the child's next fact; None instead of the run's completion, and the party's failure
+    instead of the run's."""
     fact = child.strategy.decide(child.job, child.value, world, now_s)
     match fact:
         case RunCompleted():

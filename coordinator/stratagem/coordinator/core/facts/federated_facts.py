@@ -45,7 +45,7 @@ class MetricsMerged(Value):
     clients: tuple[int, ...]
     """The clients whose states were added, in that order."""
     worker_id: WorkerId
-    """The worker; empty: none was asked, as the states cannot be added."""
+    """The worker that computed the values; empty: none was asked, as the states cannot be added."""
     metrics: Mapping[str, Number] = {}
     reason: str = ""
     """The reason why there are no metrics."""
@@ -90,7 +90,7 @@ class ClientsSelected(Value):
 class Assignment(Value):
     client: int
     member: Member | None
-    """The worker; None: the client waits for one."""
+    """The worker that trains the client from now on; None: the client waits for a worker."""
 
 
 class ClientsAssigned(Value):
@@ -125,7 +125,7 @@ class UpdateReceived(Value):
     """The mean loss; NaN: the client's site withholds it."""
     seconds: float
     traffic: Mapping[str, int] = {}
-    """The "sent_bytes" of this update, and "uncompressed_bytes", with a codec."""
+    """Bytes of this update, by kind: "sent_bytes" and, with a codec, "uncompressed_bytes"."""
     metrics: Mapping[str, Number] = {}
     """The "train.max_grad_norm" of the client's steps; "train.skipped_steps" if steps may be
     skipped."""
@@ -163,7 +163,7 @@ class UpdateRejected(Value):
     opens_in_s: float = 0.0
     """Seconds until a closed site opens; 0: not known."""
     attempt: int = 0
-    """See UpdateReceived."""
+    """The attempt of the secure round for which the update was due; see UpdateReceived."""
 
 
 class RoundWaits(Value):
@@ -189,7 +189,7 @@ class Accepted(Value):
     staleness: int = 0
     """The number of rounds between the client's round and this one."""
     base: Digest = Digest("")
-    """The state that a stale update was trained from; empty for one of this round."""
+    """The state that a stale update was trained from; empty for an update of this round."""
 
 
 class RoundClosed(Value):
@@ -244,7 +244,7 @@ class ClientBenched(Value):
     party: Party
     client: int
     until_round: int
-    """The first round in which it may take part again."""
+    """The first round in which the client may take part again."""
     reason: str
 
 

@@ -113,8 +113,7 @@ class RunSubmitted(Value):
     traceparent: str = ""
     """Position of the run in a trace (W3C traceparent), if it is traced."""
     numerics: int = 1
-    """Version of the rules that decide the run's result to the bit; see
-    common/numerics/rules.py."""
+    """Version of the rules that fix the run's result bit for bit; see common/numerics/rules.py."""
     owner: str = ""
     """The owner: `by` and, for a token, also its identity, as another token may have had that name;
     if empty, `by`."""
@@ -178,10 +177,10 @@ class RunExpired(RunDeleted):
 
 
 class PartyFailed(Value):
-    """The user's code raised in a party, or the party cannot continue; the strategy around it
+    """The user's code raised in a party, or the party cannot continue; the enclosing strategy
     decides what follows.
 
-    At the root there is no strategy around it: the run fails.
+    At the root there is no enclosing strategy: the run fails.
     """
 
     party: Party
@@ -196,7 +195,7 @@ class PartyFailed(Value):
 
 
 class MembersFormed(Value):
-    """A party has these members from now on, by rank; without any it waits for workers."""
+    """A party has these members from now on, by rank; without members it waits for workers."""
 
     party: Party
     membership: int
@@ -248,7 +247,7 @@ class ModelBuilt(Value):
     streams: str = ""
     """The positions at which the resumed run's streams of rows go on; see effects.Base."""
     rows: str = ""
-    """A sample of the rows, described by the building worker, for the others to compare."""
+    """A sample of the rows, described by the building worker, to compare with others' rows."""
     conversion: str = ""
     """The tensors of the model whose dtype the job's precision has changed, for people."""
 
@@ -383,8 +382,8 @@ class PopulationFormed(Value):
     params: tuple[PlainValues, ...]
     structural: tuple[str, ...] | None = None
     """The hyperparameters known to be structural before any model is built. None in populations of
-    earlier versions: their copies may vary all, in the order of the job's text and not sorted by
-    name."""
+    earlier versions: their copies may vary all hyperparameters, in the order of the job's text and
+    not sorted by name."""
 
 
 class Copied(Value):

@@ -54,7 +54,7 @@ WAIT = "wait"
 
 def begin_again(job: JobSpec, value: Federation, now_s: float) -> RoundRestarted | RunFailed | None:
     """Return the restart of a secure round, or the failure of the run, if no sum of the round can
-    be unmasked any more; None if one can."""
+    be unmasked any more; None if a sum can be unmasked."""
     spec = spec_of(job).options.secure_aggregation
     if spec is None:
         return None
@@ -152,7 +152,7 @@ def num_required(job: JobSpec, value: Federation) -> int:
 def _missing(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], count: str, now_s: float
 ) -> Fact | None:
-    """Return what follows too few updates: other clients are asked, it waits, or the run fails."""
+    """Return what follows too few updates: asking other clients, waiting, or the run's failure."""
     needed, rejected = num_required(job, value), value.clients.rejected
     if rejected:
         count += f"; {commonest_first(job, value)}"
@@ -266,7 +266,7 @@ def after_commit(job: JobSpec, value: Federation) -> Federation:
 
 
 def is_late(value: Federation, fact: Fact) -> bool:
-    """Return True if the fact is about clients that an earlier round was closed without."""
+    """Return True if the fact is about late clients, without which an earlier round was closed."""
     match fact:
         case UpdateReceived() | UpdateRejected():
             clients = [fact.client]
@@ -342,7 +342,7 @@ def effects(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[TrainCli
 
 
 def training(run_id: RunId, job: JobSpec, value: Federation, client: int, at: Late) -> TrainClient:
-    """Return the effect that trains one client; at: its round, base and worker, late or not."""
+    """Return the effect that trains one client; at: the client's round, base and worker."""
     strategy, states, secure = spec_of(job), value.client_states, value.clients.secure
     return TrainClient(
         run_id=run_id,

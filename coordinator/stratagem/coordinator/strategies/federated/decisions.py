@@ -70,8 +70,8 @@ from stratagem.coordinator.strategies.placement import is_site_of, sites_of
 def new_helper(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> MembersFormed | None:
-    """Return the new helper, the worker that builds the model and evaluates, or the workers of all
-    clients if clients evaluate; None if nothing changes."""
+    """Return the membership with the new helper, the worker that builds the model and evaluates, or
+    with the workers of all clients if clients evaluate; None if nothing changes."""
     alive = {worker.member.worker_id: worker.member for worker in workers}
     helper = tuple(m for m in value.helper if alive.get(m.worker_id) == m)
     if evaluates_at_clients(job) and value.roster:
@@ -100,7 +100,7 @@ def new_helper(
 def form_roster(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> RosterFormed | None:
-    """Return the roster, which binds every client to a worker; None if workers are missing."""
+    """Return the fact that binds every client to a worker; None if workers are missing."""
     strategy = spec_of(job)
     by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
     if job.data.worker_local is not None:
@@ -130,7 +130,7 @@ def is_evaluated_first(job: JobSpec, value: Federation) -> bool:
 
 
 def stopped_early(job: JobSpec, value: Federation) -> StoppedEarly | None:
-    """Return the early end of the run if the evaluations call for it; else None."""
+    """Return the fact that ends the run early if its evaluations call for it; else None."""
     why = why_stopped(job, value.metrics)
     if not why:
         return None
@@ -141,7 +141,7 @@ def stopped_early(job: JobSpec, value: Federation) -> StoppedEarly | None:
 
 
 def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
-    """Return the benching of a client rejected in too many rounds in a row, if there is one."""
+    """Return the fact that benches a client rejected in too many rounds in a row; else None."""
     strikes = spec_of(job).options.strikes
     if strikes is None:
         return None
@@ -229,7 +229,7 @@ def open_round(
     excused: tuple[Excused, ...],
     now_s: float,
 ) -> ClientsSelected | None:
-    """Return the opening of the round with clients selected from these; None if none is."""
+    """Return the opening of the round with clients selected from these; None if no client is."""
     strategy = spec_of(job)
     deadline, num_extra = strategy.options.round_deadline_s, strategy.options.over_select
     selection, number = strategy.client_selection, value.round_num
@@ -251,8 +251,8 @@ def open_round(
 
 
 def assign(job: JobSpec, value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned | None:
-    """Return the assignment of workers to clients of the open round that have no live one: their
-    own worker, else the one with the fewest clients; None if nothing changes."""
+    """Return the assignment of workers to clients of the open round whose worker is missing or
+    gone: the client's own worker, else the one with the fewest clients; None if nothing changes."""
     alive = {worker.member.worker_id: worker for worker in workers}
     if not lacking(value, lambda member: _is_alive(alive, member)):
         return None
@@ -300,7 +300,7 @@ def worker_for(
     tried: frozenset[Member],
 ) -> WorkerRecord | None:
     """Return the worker to train a client: its own, else the one with the fewest clients, but none
-    of `tried`; None if there is none."""
+    of `tried`; None if no worker is suitable."""
     home = alive.get(binding.worker_id)
     if home is not None and home.member not in tried:
         return home

@@ -138,8 +138,8 @@ def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
 
 
 def merging(value: Federation, owed: OwedEvaluation) -> Merging | None:
-    """Return the merging that is due in an evaluation without further answers; None if there is
-    nothing to merge, or if that is done or has failed too often."""
+    """Return the merging that an evaluation needs once all its clients have answered; None if there
+    is nothing to merge, or if the merging is done or has failed too often."""
     states, metrics = _states(owed), _mergeable(owed.answers)
     if not metrics:
         return None

@@ -157,7 +157,7 @@ class RowLedger:
                 return self
 
     def due(self, client: int) -> RowsAsked:
-        """Return the earlier rounds of a client in the open one, for its worker."""
+        """Return the client's earlier rounds, from which its worker accounts the open round."""
         spent, num_rounds = self.spent.get(client), self.num_asked.get(client, 1) - 1
         return RowsAsked(num_rounds, "" if spent is None else spent.fingerprint)
 
@@ -268,7 +268,7 @@ class ClientStates:
 # again with new ones. The functions are independent of the rest of a round.
 
 MAX_ATTEMPTS: Final = 5
-"""The most attempts of a round: each needs a worker process to have ended since the one before."""
+"""The most attempts of a round; each new one follows the end of another worker process."""
 _CURED: Final = (Cause.KEYS_LOST, Cause.ABSENT)
 """Causes that new keys remedy."""
 
@@ -333,8 +333,8 @@ class SecureSetup:
         return shares_needed(spec.threshold, len(self.members))
 
     def lack(self, spec: SecureAggregation, possible: Collection[int]) -> str:
-        """Return the reason why no sum of these clients can be unmasked; "" if one can, as far as
-        is known."""
+        """Return the reason why no sum of these clients can be unmasked; "" if a sum can be, as far
+        as is known."""
         group = self.members or possible
         if len(group) < MIN_CLIENTS:
             return f"{len(group)} exchange keys, and fewer than {MIN_CLIENTS} hide nobody"

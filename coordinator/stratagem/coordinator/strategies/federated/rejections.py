@@ -90,7 +90,7 @@ def reason_of(error: ErrorRecord) -> str:
 def rejection(
     value: Federation, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
 ) -> UpdateRejected:
-    """Return the rejection of a client of the open round."""
+    """Return the fact that rejects the update of a client of the open round."""
     return UpdateRejected(
         party=value.party,
         round_num=value.round_num,
@@ -128,7 +128,7 @@ def commonest_first(job: JobSpec, value: Federation) -> str:
 
 
 def commonest_error(value: Federation) -> ErrorRecord | None:
-    """Return an exception for the most frequent reason that has one; None if none has."""
+    """Return the error of the most frequent reason that has an error; None if no reason has one."""
     for _, who in _by_number(value):
         for client in who:
             if (error := value.clients.rejected[client].error) is not None:

@@ -302,7 +302,7 @@ def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
 
 def asking_again(value: Federation, now_s: float) -> Federation:
     """Return the run with the time at which a waiting round asks the refusing sites again: not
-    before the first of them opens, if sites say when."""
+    before the first site opens, if sites say when."""
     clients = value.clients
     refused = [fact for fact in clients.rejected.values() if fact.cause.is_refusal]
     again_s = None
@@ -364,7 +364,7 @@ def _evaluators(value: Federation) -> Iterator[int]:
 
 
 def _gone(value: Federation, world: World) -> ClientLeft | None:
-    """Return the departure of a client whose worker is not known any more, if there is one."""
+    """Return the departure of a client whose worker is not known any more; otherwise None."""
     for binding in value.roster:
         if binding.worker_id not in world.workers and binding.client not in value.attendance.left:
             return _left(value, binding.client, STOPPED)

@@ -67,8 +67,8 @@ class Attendance:
     left: Mapping[int, Departure] = field(default_factory=dict)
     """The clients that have left an open roster, until they join again."""
     awaited_until_s: Mapping[int, float] = field(default_factory=dict)
-    """The leader-clock time at which a client counts as gone from which something is expected but
-    which has no worker."""
+    """For each client without a worker from which something is expected: the leader-clock time at
+    which the client counts as gone."""
     waits_until_s: float | None = None
     """Leader-clock time at which the run fails for lack of clients; None: it does not."""
     strikes: Mapping[int, int] = field(default_factory=dict)
@@ -91,7 +91,8 @@ class Attendance:
         return client not in self.left and self.benched.get(client, 0) <= round_num
 
     def awaiting(self, clients: Iterable[int], until_s: float) -> "Attendance":
-        """Return the attendance with more awaited clients; the earlier ones keep their time."""
+        """Return the attendance with more awaited clients; clients awaited already keep their
+        time."""
         new = dict.fromkeys(clients, until_s)
         return replace(self, awaited_until_s={**new, **self.awaited_until_s})
 
@@ -102,7 +103,7 @@ class Attendance:
 
     def after_round(self, has_strikes: bool, clients: "Open") -> "Attendance":
         """Return the attendance after a round: an answer clears a client's strikes, and a failure
-        adds one."""
+        adds a strike."""
         ended = replace(self, waits_until_s=None)
         if not has_strikes:
             return ended
@@ -143,7 +144,7 @@ class Late:
     membership: int
     """Membership of the client's assignment."""
     num_lr_reductions: int = 0
-    """See RunSegment; the number before the round that the client trains for."""
+    """How often a plateau had lowered the learning rates before this round; see RunSegment."""
     update: UpdateReceived | None = None
     """The update, once it has arrived, for the round that closes next."""
 
@@ -163,7 +164,7 @@ class OwedEvaluation:
 
     @property
     def left(self) -> list[int]:
-        """Return the clients that have not answered."""
+        """Return the clients whose answers to the evaluation are missing."""
         return [client for client in self.clients or () if client not in self.answers]
 
 
@@ -181,7 +182,7 @@ class Losses:
         return replace(self, taken={**self.taken, member: (*self.taken.get(member, ()), task)})
 
     def without(self, tasks: Collection[str]) -> "Losses":
-        """Return the losses without the deaths of some tasks."""
+        """Return the losses without the deaths at these tasks."""
         return replace(self, deaths={t: d for t, d in self.deaths.items() if t not in tasks})
 
     def hopeless(self, task: str) -> Deaths | None:
@@ -217,7 +218,7 @@ class Open:
     is_waiting: bool = False
     """True if the round has too few updates, and does not close before there are enough."""
     asks_again_s: float | None = None
-    """Leader-clock time at which a waiting round asks the sites again that have refused."""
+    """Leader-clock time at which a waiting round asks again those sites that have refused."""
     tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
     """The workers on which each client has failed in this round, and is not tried again."""
     secure: SecureSetup = field(default_factory=SecureSetup)
@@ -366,8 +367,8 @@ def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
 
 
 def lacking(value: Federation, is_here: Callable[[Member], bool]) -> list[int]:
-    """Return the clients of the open round that no worker trains now; fast if there are none, as
-    every fact asks."""
+    """Return the clients of the open round that no worker trains now; fast if there are none,
+    because this is called after every fact."""
     clients = value.clients
     if not clients.num_unassigned and all(is_here(member) for member in clients.holders):
         return []
@@ -500,7 +501,8 @@ def again_after_resumption(job: JobSpec, value: Federation, now_s: float) -> Fed
 
 
 def again_with_new_keys(job: JobSpec, value: Federation, attempt: int, now_s: float) -> Federation:
-    """Return the run with its secure round restarted, whose updates cannot be unmasked any more."""
+    """Return the run with its secure round restarted, because no sum of it can be unmasked any
+    more."""
     again = replace(
         value.clients,
         secure=SecureSetup(attempt),

@@ -85,9 +85,9 @@ class PartyKind:
     has_trained: Callable[[Child], bool]
     """(party): True if the party has done its part of the round."""
     opened: Callable[[JobSpec, PartiesRun, int], Child]
-    """(job, value, client): the client's party as a round opens that has selected the client."""
+    """(job, value, client): the party of a client as the client's round opens."""
     why_rejected: Callable[[PartyFailed], tuple[Cause, str]]
-    """(fact): the cause and the reason with which a client is rejected whose party has failed."""
+    """(fact): the cause and the reason to reject the client whose party has failed."""
     folded: Callable[[JobSpec, PartiesRun, int, Child, Fact], Child] = (
         lambda _job, _value, _client, party, _fact: party
     )
@@ -122,7 +122,7 @@ class PartyKind:
         return federated.reject_reason(job, value.rounds, fact)
 
     def failed(self, value: PartiesRun) -> UpdateRejected | None:
-        """Return the rejection of the first client whose party has failed; None if none has."""
+        """Return the rejection of the first client whose party has failed; None if no party has."""
         for client in unanswered(value):
             if (fact := value.failures.get(client)) is not None:
                 cause, reason = self.why_rejected(fact)

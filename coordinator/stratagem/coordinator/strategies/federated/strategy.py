@@ -394,8 +394,8 @@ def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, 
 def returned(
     job: JobSpec, value: Federation, base: Base, metrics: Mapping[str, float]
 ) -> Federation:
-    """Return the federation to an earlier commit, with the commit's metrics. Evaluations up to that
-    commit are still owed, as they may come some rounds later."""
+    """Return the federation after it went back to an earlier commit, which had these metrics.
+    Evaluations up to that commit are still owed, as they may come some rounds later."""
     segment, course = base.segment, course_of(metrics)
     evaluated = {name: n for name, n in metrics.items() if is_evaluated(job, name)} | course
     return replace(

@@ -134,8 +134,8 @@ def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
 
 
 def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
-    """Return the frozen values, and those of the given values, one per dimension, whose conditions
-    are met."""
+    """Return the frozen values, and the given values (one per dimension) whose conditions are
+    met."""
     conditions = {
         dimension.name: dimension
         for dimension in space.dimensions
@@ -254,7 +254,7 @@ def known_structure(space: SearchSpace) -> frozenset[str]:
 
 
 def with_parents(space: SearchSpace, names: frozenset[str]) -> frozenset[str]:
-    """Return the names, and the names of parents that decide whether these are active."""
+    """Return the names of these hyperparameters and of the parents that make them active or not."""
     by_name = {dimension.name: dimension for dimension in space.dimensions}
     closure = set(names)
     for dimension in space.dimensions:

@@ -55,7 +55,7 @@ _NUMBER: Final = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class FailureKind:
-    """Failures whose reasons differ only in numbers, with the reason of the first one."""
+    """Failures whose reasons differ only in numbers, with the reason of the first failure."""
 
     pattern: str
     reason: str
@@ -141,7 +141,7 @@ class PopulationRun:
     origins: Mapping[int, Origin] = field(default_factory=dict)
     """The origins of the commits that are kept, keyed by generation."""
     best: tuple[float, int] | None = None
-    """The best metric of a closed generation (higher is better), and the first that had it."""
+    """The best metric of a closed generation (higher is better), and the first such generation."""
 
     def children(self) -> tuple[Child, ...]:
         """Return the members' parties."""

@@ -118,8 +118,8 @@ def _advanced(job: JobSpec, value: ScheduledRun) -> ScheduledRun:
 def returned(
     job: JobSpec, value: ScheduledRun, base: Base, metrics: Mapping[str, float]
 ) -> ScheduledRun:
-    """Return the run to a commit of its own, under the setting that has trained it, or under the
-    next one if that setting ends with the commit."""
+    """Return the run after it went back to one of its own commits: under the setting that trained
+    the commit, or under the next one if the commit ends that setting."""
     horizons = (_horizon(job, place) for place in range(len(_schedule(job).settings)))
     setting = next(place for place, horizon in enumerate(horizons) if base.segment <= horizon)
     own = scheduled_job(job, _schedule(job).settings[setting])

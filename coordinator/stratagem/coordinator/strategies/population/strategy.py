@@ -152,7 +152,7 @@ def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
 def pending(
     run_id: RunId, job: JobSpec, value: PopulationRun, _horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that the members need that still train."""
+    """Return the effects that the members still in training need."""
     looks = value.structural is not None and spec_of(job).generations > 1
     return frozenset(
         replace(effect, params=member.params) if looks and isinstance(effect, Build) else effect

@@ -80,8 +80,8 @@ def decide(
 def _copies_due(
     job: JobSpec, run: PartyRun, world: World, now_s: float
 ) -> UploadDue | SoleCopiesLost | None:
-    """Return the request to upload, or the loss of, commit files that only workers have and that
-    are needed elsewhere; None if neither is due.
+    """Return the fact that workers must upload commit files that only they have, or that such files
+    are lost; None if neither is due.
 
     An absent worker may come back with its files, and is waited for; one that has left will not. A
     worker that was asked may have sent its files before: the upload finds out.
@@ -187,8 +187,8 @@ def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Pl
 
 
 def _as_kept(run: PartyRun, members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Return the members in the order in which they have kept replicas, if all those are back: then
-    each goes on with its own."""
+    """Return the members in the order in which they kept replicas, if all those members are back,
+    so that each goes on with its own replica; otherwise unchanged."""
     places = {kept.worker_id: place for place, kept in enumerate(run.kept)}
     if {member.worker_id for member in members} != set(places):
         return members

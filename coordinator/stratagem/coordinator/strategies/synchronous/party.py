@@ -49,11 +49,11 @@ class Finished:
     loss: float
     """Mean training loss of the segment."""
     stop_reason: str = ""
-    """See SegmentFinished."""
+    """Why the user's code ends the training here, "" if it does not; see SegmentFinished."""
     streams: str = ""
-    """See effects.Base."""
+    """The position in each stream of rows at the end of the segment; see effects.Base."""
     kept: tuple[KeptFile, ...] = ()
-    """See SegmentFinished; in order of rank."""
+    """The files with the parts that only one member has, in order of rank; see SegmentFinished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PartyRun:
     fingerprint: str = ""
     ranks: tuple[int, ...] = ()
     are_apart: bool = False
-    """See MembersFormed, as for `ranks`."""
+    """True if members do not reach each other; see MembersFormed, also for `ranks`."""
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class PartyRun:
 
 
 RETURN_S: Final = 60.0
-"""Seconds for which an absent worker is waited for that alone has a file of a commit."""
+"""Seconds to wait for an absent worker that alone has a file of a commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def one_part(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
 
 
 def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
-    """Return one part per member: each member holds a part that no other one has."""
+    """Return one part per member: each member holds a part that no other member has."""
     return tuple((member,) for member in members)
 
 
@@ -398,8 +398,8 @@ def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]
 
 
 def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, float]) -> PartyRun:
-    """Return the party to a commit of its own, with the commit's metrics, such as the steps skipped
-    so far."""
+    """Return the party after it went back to one of its own commits, which had these metrics, such
+    as the steps skipped so far."""
     return replace(rebase(job, run, base, run.num_rows), metrics=metrics)
 
 
@@ -409,8 +409,7 @@ def latest_metrics(run: PartyRun) -> Mapping[str, float]:
 
 
 def stop_reason(job: JobSpec, run: PartyRun) -> str:
-    """Return the reason why no segment is trained after the newest one although steps are left; ""
-    if one is."""
+    """Return why no segment follows the newest one although steps are left; "" if one follows."""
     asked = run.finished[-1].stop_reason if run.finished else run.stop_reason
     return asked or why_stopped(job, latest_metrics(run))
 
