@@ -73,7 +73,7 @@ Say: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 def answer(request: Mapping[str, Any], say: Say = lambda _: None) -> dict[str, Any]:
-    """Return the answer to one request. Raises the errors of the question's check."""
+    """Return the answer to one request. Raises whatever the question's check raises."""
     job, bundles = JobSpec.from_json(request["job_json"]), CodeStore(None)
     try:
         site = _site(request, bundles)

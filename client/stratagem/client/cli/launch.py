@@ -146,7 +146,7 @@ class _Request:
         *,
         only_print: bool,
     ) -> None:
-        """Submit the run, and the file with its workers to the engine; or only print the file.
+        """Submit the run here, and the file with its workers to the engine; or only print the file.
         submit: passes the file to the engine, and returns the name of the engine's job."""
         hosts = [split_address(each)[0] for each in split_addresses(launch.coordinator)]
         if any(map(is_loopback, hosts)):

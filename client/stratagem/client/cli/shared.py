@@ -487,7 +487,7 @@ class RunDisplay:
             self._due_s = self.clock() + PLAIN_INTERVAL_S
 
     def fold(self, item: Event | Progress) -> Milestone | None:
-        """Update the state by an item; return its milestone line, if it is worth one."""
+        """Update the state by an item; return its milestone line, or None if it is worth none."""
         before = self.run.phase
         self.run.update(item)
         is_known = self._next < self.known

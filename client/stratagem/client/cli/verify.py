@@ -36,7 +36,7 @@ from stratagem.common.base.text import counted
 DIFFERS, INCOMPLETE = 4, 3
 """Exit codes: a claim differs; some could not be verified."""
 MOST_SEGMENTS = 1_000_000
-"""Of one range: more are named by mistake."""
+"""The most segments that one range may name; a larger range is a mistake."""
 SENTENCES: Mapping[Conclusion, str] = {
     Conclusion.RUN: "the run was wrong: two other executions agree with each other, "
     "and not with it",

@@ -12,26 +12,26 @@ from typing import Any, Final, NamedTuple
 from stratagem.client.course.views import Event
 
 Input = tuple[str, str]
-"""The kind of something that a run computes from, and the party or client that does."""
+"""An input of a run: its kind, and the party or client that computes from it."""
 RULES, NUM_ROWS, ROWS, ROSTER = "numerics rules", "number of rows", "rows", "roster"
 NUM_SAMPLES = "number of samples"
 """The kinds of inputs."""
 OF_MACHINES: Final = frozenset(
     {"memory", "crashed", "timeout", "keys_lost", "absent", "outside_window"}
 )
-"""Causes of a failure that another run of the job need not meet."""
+"""Causes of failures that come from a machine, and that another run of the job may not meet."""
 
 
 class ClaimPlace(NamedTuple):
-    """The place of a claim in a run: a state after some steps, or a client's update of a round."""
+    """What a claim is about: a state after some steps, or a client's update of a round."""
 
     party: str
     step: int
-    """Steps of the party, or rounds of a federation."""
+    """The number of steps of the party; in a federation, of rounds."""
     client: int | None = None
     """The client whose update it is; None for a state."""
     after: int = 0
-    """The step of the newest state of the party above: a client's steps begin with each round."""
+    """The step of the parent party's newest state, as a client's steps begin anew in each round."""
     kind: str = "state"
     """For a state: "state", its "average" or its "predictions"."""
 
@@ -52,21 +52,21 @@ class ClaimPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The digest that a run has recorded for a place."""
+    """The digest that a run has recorded for a state or an update."""
 
     place: ClaimPlace
     digest: str
     segment: int
     workers: tuple[str, ...]
-    """The workers that have computed it, as far as the facts say."""
+    """The workers that have computed the state or update, as far as the facts say."""
     numerics: str
-    """The fingerprint of their numerics; empty where the facts do not say."""
+    """The fingerprint of these workers' numerics; empty if the facts do not say."""
     doubt: str = ""
-    """Why computing it again may give other bits; empty if it must give the same."""
+    """Why computing the state or update again may give other bits; empty if it must not."""
 
 
 class RunClaims:
-    """The claims of a run in the order of their facts; a later claim replaces one of its place."""
+    """The claims of a run in the order of their facts; the latest claim of each place counts."""
 
     def __init__(self) -> None:
         """Begin without claims."""
@@ -74,7 +74,7 @@ class RunClaims:
         self.inputs: dict[Input, Any] = {}
         """What the run computes from besides its job."""
         self.doubt = ""
-        """Why what follows the facts so far may have other bits when it is computed again."""
+        """Why later claims may differ when they are computed again; empty if they must not."""
         self._members: dict[str, tuple[str, ...]] = {}
         self._assigned: dict[tuple[str, int], str] = {}
         self._numerics: dict[str, str] = {}
@@ -94,7 +94,7 @@ class RunClaims:
         return claims
 
     def add(self, event: Event) -> list[Claim]:
-        """Take an event in. Return the claims that it makes."""
+        """Process the next event; return the claims that it makes."""
         payload = event.payload
         party = payload.get("party", "")
         self._note(event.kind, party, payload)
@@ -156,7 +156,7 @@ class RunClaims:
 
 
 def inputs_of(event: Event) -> Mapping[Input, Any]:
-    """Return what an event tells of what the run computes from."""
+    """Return the inputs of the run that an event records."""
     payload = event.payload
     party = payload.get("party", "")
     match event.kind:
@@ -176,9 +176,9 @@ def inputs_of(event: Event) -> Mapping[Input, Any]:
 
 
 def doubt_of(kind: str, payload: Mapping[str, Any]) -> str:
-    """Return why what follows a fact may have other bits when it is computed again: timing or a
-    machine has decided something. The coordinator marks a run as not reproducible by these facts.
-    """
+    """Return why claims after a fact may differ when they are computed again, because timing or a
+    machine has decided something; otherwise "". The coordinator marks a run as not reproducible by
+    these facts."""
     number = payload.get("round_num", payload.get("segment", payload.get("generation", 0)))
     match kind:
         case "RoundClosed" if late := [each for each in payload["accepted"] if each["base"]]:
@@ -210,7 +210,7 @@ def doubt_of(kind: str, payload: Mapping[str, Any]) -> str:
 
 
 def first_difference(run: RunClaims, other: RunClaims) -> tuple[Claim, Claim] | None:
-    """Return the claims of the first place, in the run's order, in which both differ."""
+    """Return both claims of the first place, in the run's order, where they differ; else None."""
     for place, claim in run.by_place.items():
         again = other.by_place.get(place)
         if again is not None and again.digest != claim.digest:

@@ -25,7 +25,7 @@ class ClientState(StrEnum):
     """The round was closed without the client's update."""
     REJECTED = "rejected"
     EXCUSED = "excused"
-    """The client could not be asked, or has left; that is no failure of its own."""
+    """The client could not be asked, or has left; this does not count as its failure."""
 
 
 @dataclass(frozen=True, slots=True)

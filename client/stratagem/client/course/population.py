@@ -25,8 +25,8 @@ class Ancestor:
     params: Mapping[str, Any]
     """The hyperparameters, keyed by dotted path of the job, such as "optimizer.lr"."""
     before: "Ancestor | None" = field(default=None, repr=False, compare=False)
-    """The preceding ancestor, as a linked list that members share: copies would grow with the
-    square of the number of generations."""
+    """The preceding ancestor, as a linked list that members share, because copies would grow with
+    the square of the number of generations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class PopulationFolding:
         self._last = _strategy_of(job, party).get("generations")
         self.whole = Population(*_judged_by(job))
         self.found: list[dict[int, MemberInGeneration]] = []
-        """The members of each generation, from 1 on, keyed by number."""
+        """The members of each generation, from the first on, keyed by member number."""
         self.closed: dict[int, Mapping[str, Any]] = {}
         self.newest: dict[int, int] = {}
         """The newest generation of each member."""
@@ -261,8 +261,8 @@ def _back_from(ancestor: Ancestor | None) -> Iterator[Ancestor]:
 
 
 def _known_at(donor: Ancestor, step: int) -> Ancestor:
-    """Return the donor's lineage node that a copied state of this step belongs to: the donor may
-    have begun another generation since."""
+    """Return the donor's lineage node that a copied state of this step belongs to; it may be older
+    than the donor's newest node."""
     return next(each for each in _back_from(donor) if each.from_step < step or not each.before)
 
 

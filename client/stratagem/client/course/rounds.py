@@ -62,8 +62,8 @@ def of_sums(
     roster: Mapping[int, Home],
     benches: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[FederatedClient, ...]:
-    """Return the summaries of all clients in sums or roster. newest: round. benches: of
-    `fold_benches`."""
+    """Return the summaries of all clients in sums or roster. newest: the number of the newest
+    round. benches: as kept by `fold_benches`."""
     return tuple(
         _at_home(sums.client(each), roster.get(each), benches.get(each, 0), newest)
         for each in sorted(roster.keys() | sums.numbers)
@@ -73,7 +73,7 @@ def of_sums(
 def _at_home(
     client: FederatedClient, home: Home | None, until: int, newest: int
 ) -> FederatedClient:
-    """Return a client's summary with its home, and with its bench if that still lasts."""
+    """Return a client's summary with its worker and tags, and with its bench if that lasts."""
     worker_id, tags = (client.worker_id, ()) if home is None else home
     benched_until = until if until > newest else None
     return replace(client, worker_id=worker_id, tags=tags, benched_until=benched_until)
@@ -85,7 +85,7 @@ TRAIN_LOSS: Final = "train.loss"
 KEPT_WHOLE: Final = 64
 """The number of newest rounds that are not packed, because late events may change them."""
 OUTSIDE_WINDOW: Final = "outside_window"
-"""The cause if a client answers that it takes part only at other hours."""
+"""The recorded cause when a client answers that it takes part only at other hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class RoundsFolding:
         return self._times + array("d", chain.from_iterable(newest))
 
     def _sum_up(self) -> None:
-        """Recompute the totals of the packed rounds if one of these has changed."""
+        """Recompute the totals of the packed rounds if one of these rounds has changed."""
         if self._are_sums_due:
             self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
             for each in self._found[: self._num_packed]:

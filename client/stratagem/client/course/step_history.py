@@ -93,7 +93,7 @@ class History(Mapping[str, StepSeries]):
 
     @classmethod
     def of(cls, blocks: Iterable[pb.HistoryBlock]) -> "History":
-        """Decode a coordinator's answer."""
+        """Decode the step history in a coordinator's answer."""
         by_series: dict[tuple[str, str], list[pb.HistoryBlock]] = {}
         for block in blocks:
             by_series.setdefault((block.party, block.series), []).append(block)

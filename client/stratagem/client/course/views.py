@@ -186,7 +186,7 @@ class Progress:
     num_clients_rejected: int = 0
     num_clients_late: int = 0
     best: float | None = None
-    """The best value of a population's newest closed generation."""
+    """The best score in a population's newest closed generation."""
     best_member: int | None = None
     num_copied: int = 0
     """The number of population members replaced by copies of better ones after that generation."""
@@ -376,7 +376,7 @@ def _commit(info: pb.CommitInfo) -> Commit:
 
 
 def _read(kind: type[T], *messages: Message, **own: Any) -> T:
-    """Make a view from the fields of the same names in the messages, and `own`."""
+    """Make a view from equally named fields of the messages, and from the values in `own`."""
     for name in (each.name for each in fields(cast(Any, kind)) if each.name not in own):
         found = next(getattr(message, name) for message in messages if hasattr(message, name))
         match found:

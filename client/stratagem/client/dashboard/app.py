@@ -222,7 +222,7 @@ class Page:
         return _json([item async for item in items if isinstance(item, Event)])
 
     async def logs(self, request: Request) -> Response:
-        """Return lines of a run's log from one on; a negative number counts from the end."""
+        """Return lines of a run's log from a line on; a negative number counts from the end."""
         run = await self._client.get(request.query_params.get("run", ""))
         lines = []
         async for line in run.logs(from_line=_number(request, "from_line", -200, low=-(2**31))):
@@ -326,7 +326,7 @@ def picture_file(run: ReportedRun, width: int, name: str) -> str:
 
 
 def extent(runs: Sequence[ReportedRun]) -> dict[str, int]:
-    """Return the number of events that are read of these runs, and of all events."""
+    """Return how many events of these runs have been read, and how many there are."""
     read = [run.course.num_events for run in runs]
     there = [run.status.event_index + 1 for run in runs]
     return {"num_read": sum(read), "num_events": sum(map(max, read, there))}

@@ -256,7 +256,7 @@ MAX_DELETED: Final = 1000
 
 @dataclass(slots=True)
 class SentRuns:
-    """The position of one tab in the changes of runs that it has been sent."""
+    """How far one tab has been sent the changes of runs."""
 
     generation: int = -1
     num_changes: int = 0
@@ -351,7 +351,7 @@ def nothing() -> None:
 
 
 class Subscription:
-    """A subscription followed by one task while it has users, and retried after any failure."""
+    """A stream that one task follows while it has users, and follows again after any failure."""
 
     def __init__(
         self,

@@ -220,9 +220,9 @@ def _all_alive(num_workers: int) -> Object:
 
 
 def _environment(container: str, shape: PodShape) -> list[Object]:
-    """Return the environment variables of a container: its pod's, and the threads that it has paid
-    for. Nodes have different numbers of cores, and the number of threads is part of the
-    numerics."""
+    """Return the environment variables of a container: its pod's name and address, and the number
+    of threads, taken from its CPU request, because nodes have different numbers of cores and the
+    number of threads is part of the numerics."""
     fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
     if shape.metrics:  # as for the standing workers, whose deployment is their namespace
         fields["STRATAGEM_WORKER_METRICS_DEPLOYMENT"] = "metadata.namespace"

@@ -106,7 +106,7 @@ INTEGERS: Final[Mapping[str, int]] = {
 }
 """Worker options with an integer value, each with its minimum."""
 MOST: Final[Mapping[str, int]] = dict.fromkeys(("--health-port", "--metrics-port"), 65535)
-"""The maximum of integer options that have one."""
+"""The maximum of those integer options that have a maximum."""
 SECONDS: Final = frozenset(
     {
         *("--abort-grace-s", "--compile-timeout-s", "--drain-grace-s", "--exchange-timeout-s"),
@@ -160,7 +160,7 @@ def names_of(words: Sequence[str]) -> frozenset[str]:
 
 
 def _why_not(name: str, value: str, *, has_value: bool) -> str:
-    """Return the values that an option allows, if this one is wrong; "" if it is right."""
+    """Describe the values that an option allows, if the given value is wrong; "" if it is right."""
     if name in _WITHOUT_VALUE:
         return "no value" if has_value else ""
     if name in INTEGERS:

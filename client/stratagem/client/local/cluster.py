@@ -318,8 +318,8 @@ class LocalRun:
     tags: tuple[str, ...] = ()
     allow_code: str = "none"
     threads: int | None = None
-    """The number of threads per worker, which stays when the number of workers changes: the bits
-    depend on it. None: the run was begun with 0.2.0, which did not record it."""
+    """The number of threads per worker, which stays when the number of workers changes, because the
+    bits depend on it. None: the run was begun with 0.2.0, which did not record it."""
 
     def save(self, data_dir: Path, run_id: str) -> None:
         path = _local_run_file(data_dir, run_id)
@@ -343,7 +343,7 @@ class LocalRun:
         return ThreadChoice(number, "as it began")
 
     def with_code_in(self, overrides: list[str]) -> "LocalRun":
-        """Return the settings, allowing the user code that these overrides of the job name, too."""
+        """Return settings that also allow the user code named in these overrides of the job."""
         named = re.findall(r"[\w.]+:[A-Za-z_][\w.]*", " ".join(overrides))
         return replace(self, allow=tuple(dict.fromkeys((*self.allow, *named))))
 

@@ -131,7 +131,7 @@ class _Child:
     log_begin: int = 0
     """The offset in the log file at which the current process began."""
     last_log: tuple[int, int] = (0, 0)
-    """The byte range in the log file of the process that ended last; the next one appends."""
+    """The byte range in the log file of the process that ended last; the next process appends."""
     last_exit: int | None = None
     last_words: str = ""
     """The way in which the last process ended, as Command.exit_variable passes it on."""

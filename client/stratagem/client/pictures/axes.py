@@ -50,8 +50,8 @@ MIN_VALUES = 16
 
 
 def usual_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of a series without outliers, with as much room again on both sides;
-    infinite if few values lie outside, and not far."""
+    """Return the range of a series without outliers, widened by its own length on both sides;
+    infinite if no value lies far outside."""
     finite = sorted(filter(math.isfinite, values))
     if len(finite) < MIN_VALUES:
         return -math.inf, math.inf

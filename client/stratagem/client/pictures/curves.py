@@ -53,7 +53,7 @@ class Line:
     provisional_from: float = math.inf
     """The step after which rows may still change and are drawn paler."""
     dots: bool = False
-    """Draw each value as a dot on a thin line, because there are few."""
+    """Draw each value as a dot on a thin line, because there are few values."""
     colour: int | None = None
     """The index of the series colour; by default the line's index in its frame."""
 

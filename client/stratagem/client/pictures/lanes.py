@@ -157,7 +157,7 @@ def lanes(
 
 
 def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], Sequence[Bar]]:
-    """Merge lanes until there are at most MAX_ROWS; a merged lane has the first name in it."""
+    """Merge lanes until there are at most MAX_ROWS; a merged lane is named after its first lane."""
     num_lanes = len(names)
     if num_lanes <= MAX_ROWS:
         return names, bars

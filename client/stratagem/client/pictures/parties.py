@@ -189,7 +189,7 @@ def stages(
     width: int = 720,
 ) -> Picture:
     """Draw the work of pipeline stages, a lane for each name. unit: of times, by default seconds.
-    idle: the bubble, if it is not that of these tasks."""
+    idle: the bubble to show, by default that of these tasks."""
     idle = bubble(tasks, len(names)) if idle is None else idle
     bars = [
         Bar(

@@ -185,8 +185,8 @@ def within(points: Iterable[Point], top: float, bottom: float) -> Iterator[list[
 
 
 def _inside(start: float, end: float, top: float, bottom: float) -> tuple[float, float]:
-    """Return the shares of a segment's length between which it is visible; the first is greater if
-    it is outside. start, end: its heights."""
+    """Return the shares of a segment's length between which it is visible; if it is invisible, the
+    first share is greater than the second. start, end: the heights of its ends."""
     if start == end:
         return (0.0, 1.0) if top <= start <= bottom else (1.0, 0.0)
     first, last = sorted(((top - start) / (end - start), (bottom - start) / (end - start)))

@@ -13,7 +13,7 @@ MAX_MARKS: Final = 4096
 """The number of marks of one kind and lane, more than a picture has columns; at twice as many,
 marks that no picture can tell apart are merged."""
 MAX_LANES: Final = 12
-"""The largest number of parties with lanes of their own; more share one."""
+"""The largest number of parties with lanes of their own; further parties share one lane."""
 _TRAINING: Final = "training"
 _INSTANTS: Final = {
     "MembersFormed": ("members", "members formed"),

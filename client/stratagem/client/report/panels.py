@@ -214,7 +214,7 @@ def lines_of(run: ReportedRun) -> dict[str, Line]:
 
 
 def _of_nodes(run: ReportedRun) -> str:
-    """Return a note about how the loss of gossiping nodes is computed; "" if there are none."""
+    """Return a note about how the loss of gossiping nodes is computed; "" without such nodes."""
     if f"node/0:{LOSS}" not in run.history or num_nodes(run.job) > MAX_PARTS:
         return ""
     return f"{LOSS}: the plain mean over the nodes, from the least to the greatest of any."
@@ -236,7 +236,7 @@ def _lost_steps(run: ReportedRun) -> str:
 
 
 def between(lines: Mapping[str, Line], steps: Steps | None) -> dict[str, Line]:
-    """Cut lines to the steps between two; lines without values there are left out."""
+    """Cut lines to a range of steps; leave out lines that have no values there."""
     if steps is None:
         return dict(lines)
     found = {name: cut(line, *steps) for name, line in lines.items()}

@@ -64,7 +64,7 @@ class PartyCourse:
         """The workers of the newest non-empty membership."""
         self.engine = ""
         self.num_segments = 0
-        """The number of finished segments; of a silo, in all rounds together."""
+        """The number of finished segments; for a silo, the total over all rounds."""
         self.failure = ""
         """The reason for the party's failure, as a sentence; empty if it has not failed."""
         self.reached: list[tuple[float, int]] = []
@@ -322,7 +322,7 @@ class LinesFolding:
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return the lines so far by name; a spread over clients is the band of its metric."""
+        """Return the lines so far, keyed by name; a metric's spread over clients is its band."""
         lines = {name: _line(name, points, self._steps) for name, points in self._found.items()}
         return {
             name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name

@@ -293,7 +293,7 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
 def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
-    """Yield the panel with a series of each node or replica. named: its name and title."""
+    """Yield the panel with a series of each node or replica. named: the panel's name and title."""
     found = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in found if len(series.step)]
     if not lines:
@@ -386,8 +386,8 @@ def _name(stages: Sequence[int]) -> str:
 
 
 def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:
-    """Simulate a schedule: return each action with its begin and end, each as early as possible.
-    lengths: of a forward pass, by stage."""
+    """Simulate a schedule in which each action begins as early as possible; return the actions with
+    their begin and end. lengths: of a forward pass, by stage."""
     needs = [(stage - 1,) if stage else () for stage in range(len(lengths))]
     needed_by = consumers(needs)
     done: dict[Action, float] = {}

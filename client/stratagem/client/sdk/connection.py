@@ -71,8 +71,8 @@ class SharedOutage:
     is_reported: bool = False
     """An outage was logged, and no call has been answered since."""
     refused: Counter[str] = field(default_factory=Counter)
-    """The number of calls being refused, keyed by reason; the first call of each has logged it.
-    Answers to other calls do not end a refusal."""
+    """The number of calls being refused, keyed by reason; the first of these calls has logged the
+    reason. Answers to other calls do not end a refusal."""
     num_answers: int = 0
     """The number of answers to any call so far."""
 
@@ -114,18 +114,18 @@ class OutageNotice:
         self._end_refusal()
 
     def note_error(self) -> None:
-        """Record that an error came, before its cause is known: if other calls are answered until
-        then, the outage is over."""
+        """Note that an error came, before its cause is known: if other calls are answered in the
+        meantime, the outage is over."""
         self._met_after = self.outage.num_answers
 
     def note_end(self, error: grpc.RpcError) -> None:
-        """Record the error that ends this call; an error of the coordinator is an answer."""
+        """Record the error that ends this call; an error that the coordinator sent is an answer."""
         if name_of(error) or error.code() not in _NO_ANSWERS:
             self.note_answer()
 
     def note_retry(self, error: grpc.RpcError, waits: str) -> None:
-        """Record an error after which the call is retried; log it if it has lasted, and each reason
-        of a refusal once.
+        """Record an error after which the call is retried; log the outage if it has lasted, and
+        each reason of a refusal once.
 
         waits: until when, such as "for up to 60 s".
         """
@@ -254,7 +254,7 @@ class Connection:
                     return response
 
     async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
-        """Return for how long after its begin a call that met this error is retried; 0 for not at
+        """Return how long after its start a call that met this error is retried; 0 if not at
         all."""
         await self._raise_identity_problem(error, asked)
         if _is_at_work(error):

@@ -161,7 +161,7 @@ def _exchange(
 
 
 def _read(source: IO[str], told: "SimpleQueue[str]") -> None:
-    """Put all lines of a subprocess into a queue, then an empty one at the end."""
+    """Put all lines of a subprocess into a queue, and an empty line at the end."""
     for line in source:
         told.put(line)
     told.put("")

@@ -78,7 +78,7 @@ async def upload(connection: Connection, packed: PackedData) -> None:
 async def send(
     connection: Connection, manifest: Manifest, content: Source | Sequence[memoryview]
 ) -> None:
-    """Upload a blob whose manifest has its digest, as `upload` does."""
+    """Upload a blob whose manifest names its digest, unless the coordinator has it already."""
     await connection.greet()
     header = pb.UploadDataHeader(digest=manifest.digest, manifest=to_proto(manifest))
     await push(

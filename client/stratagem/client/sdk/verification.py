@@ -44,11 +44,12 @@ from stratagem.common.numerics import rules
 OnClaim = Callable[[Claim, Claim], None]
 """Called with each claim of the run and the new claim for its place."""
 MIN_RETENTION: Final = 4
-"""Commits that a verifying run keeps at least: it is stopped some commits after one differs."""
+"""The fewest commits that a verifying run keeps, because it stops some commits after a
+difference."""
 
 
 class Conclusion(StrEnum):
-    """The conclusion of a verification."""
+    """Who is wrong, as far as a verification can tell."""
 
     EQUAL = "EQUAL"
     """No claim that was computed again differs."""
@@ -78,13 +79,13 @@ class Difference:
     step: int | None = None
     """The first recorded step in which the histories of both executions differ."""
     series: str = ""
-    """The series that differs there."""
+    """The series that differs in that step."""
     values: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of `verify`."""
+    """The result of a verification: claims that are equal, claims left out, and a difference."""
 
     run_id: str
     equal: tuple[Claim, ...]
@@ -120,16 +121,16 @@ class RunCalls(NamedTuple):
 
 @dataclass(slots=True)
 class Verifier:
-    """Computes the claims of one run again."""
+    """Computes the claims of one run again in verifying runs, and compares the digests."""
 
     runs: RunCalls
     status: RunStatus
     claims: RunClaims
     on_claim: OnClaim
     kept: Mapping[int, int]
-    """The segment of each stored state that a verifying run may begin with, by its step."""
+    """The segments of stored states that a verifying run may begin with, keyed by step."""
     inputs: Mapping[Input, Any]
-    """What a verifying run must compute from, too."""
+    """The inputs of the run, which a verifying run must have, too."""
     root_steps: Mapping[ClaimPlace, int]
     equal: list[Claim] = field(default_factory=list)
     unverified: dict[ClaimPlace, str] = field(default_factory=dict)
@@ -177,8 +178,8 @@ class Verifier:
     ) -> tuple[Claim | None, str]:
         """Execute a stretch until a wanted claim differs, or all are removed from `wanted`.
 
-        Return the claim that was compared last, and why it ended before; empty if it did not. The
-        run does not outlive this call, however it ends; with `keeps` it does if a claim differs.
+        Return the claim that was compared last, and why the run ended early, or "". The run does
+        not outlive this call, however it ends; with `keeps` it does if a claim differs.
         """
         is_kept = False
         try:

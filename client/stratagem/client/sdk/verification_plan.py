@@ -32,18 +32,17 @@ from stratagem.common.strategy import ByCapability, Federated
 from stratagem.common.strategy.strategies import DataParallel, Local, ModelParallel
 
 RESUMABLE: Final = (Local, DataParallel, ModelParallel)
-"""Strategies of which a run that goes on from a commit has the bits of an undisturbed one."""
+"""Strategies under which a run resumed from a commit has the same bits as an undisturbed one."""
 
 # ---- Steps ----
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps that one verifying run computes."""
+    """A range of steps that one verifying run computes."""
 
     base: int | None
-    """The segment of the run whose stored state is the beginning; None: the beginning of the
-    job."""
+    """The segment whose stored state the verifying run begins with; None: the start of the job."""
     from_step: int
     to_step: int
 
@@ -51,7 +50,7 @@ class Stretch:
 def stretches(steps: Iterable[int], kept: Mapping[int, int]) -> list[Stretch]:
     """Return what to compute so that the states after these steps are reached.
 
-    kept: the segment of each stored state that a run may begin with, by its step.
+    kept: the segments of stored states that a run may begin with, keyed by the state's step.
     """
     found: list[Stretch] = []
     for step in sorted(steps):
@@ -67,8 +66,8 @@ def stretches(steps: Iterable[int], kept: Mapping[int, int]) -> list[Stretch]:
 
 
 def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
-    """Return for each place the step of the root party's state that follows from it, the last one
-    if none does; where the root has no states, the step of the place."""
+    """Return, keyed by place, the step of the root party's next state, or of its last one if none
+    follows; for places of the root, and if the root has no states, the step of the place."""
     found: dict[ClaimPlace, int] = {}
     has_root, following = any(place.is_root_state for place in claims.by_place), claims.last_step
     for place in reversed(claims.by_place):
@@ -82,7 +81,7 @@ def chosen_steps(
     claims: RunClaims, segments: Collection[int] | None, sample: float | None, seed: int
 ) -> set[int]:
     """Return the steps to verify, all unless segments or a sample are named; a sample is the same
-    each time, and at least one segment. Raises InvalidInputError for a choice that is wrong."""
+    each time, and has at least one segment. Raises InvalidInputError for a choice that is wrong."""
     if segments is not None and sample is not None:
         raise InvalidInputError.at("--sample", "is not possible with --segments; leave one out")
     root = [claim for place, claim in claims.by_place.items() if place.is_root_state]
@@ -127,7 +126,7 @@ def _share(seed: int, segment: int) -> float:
 
 
 def kept_states(job: JobSpec, status: RunStatus) -> dict[int, int]:
-    """Return the segment of each stored state that a verifying run may begin with, by its step."""
+    """Return the segments of stored states that a verifying run may begin with, keyed by step."""
     options = getattr(job.strategy, "options", None)
     is_whole = getattr(options, "local_steps", None) is None and job.hyperparameter_schedule is None
     if not isinstance(job.strategy, RESUMABLE) or not is_whole:
@@ -151,7 +150,7 @@ def doubt_of_job(job: JobSpec, numerics: int = rules.CURRENT) -> str:
 
 
 def compared_inputs(job: JobSpec, inputs: Mapping[Input, Any]) -> dict[Input, Any]:
-    """Return the inputs of a run that another execution of its job must have, too."""
+    """Return those of a run's inputs that must be equal in another execution of its job."""
     is_local, strategy = job.data.worker_local is not None, cast("Any", job.strategy)
     is_bound = is_local
     while strategy is not None:
@@ -168,8 +167,8 @@ def compared_inputs(job: JobSpec, inputs: Mapping[Input, Any]) -> dict[Input, An
 
 
 def other_input(mine: Mapping[Input, Any], event: Event) -> str:
-    """Return how an event of a verifying run says that it computes from something else than the
-    run did; empty if it does not."""
+    """Describe the first input in a verifying run's event that differs from the input of the run,
+    `mine`; empty if none differs."""
     for (kind, party), here in inputs_of(event).items():
         there = mine.get((kind, party), here)
         if there == here:
@@ -188,7 +187,7 @@ def other_input(mine: Mapping[Input, Any], event: Event) -> str:
 
 
 def why_incomparable(run: Claim, again: Claim) -> str:
-    """Return why another execution's claim, and those that follow, may differ from the run's."""
+    """Return why another execution's claim, and later ones, may differ; empty if they must not."""
     if again.doubt:
         return f"in the verifying run, {again.doubt}"
     if run.numerics and again.numerics and run.numerics != again.numerics:
@@ -197,8 +196,8 @@ def why_incomparable(run: Claim, again: Claim) -> str:
 
 
 def first_step(run: History, again: History) -> tuple[int, str, tuple[float, float]] | None:
-    """Return the first step, series and values in which two histories differ, over the steps that
-    both have; None where they are equal."""
+    """Return the first step in which two histories differ, with the series and both values, among
+    the steps that both have; None if they are equal."""
     found: list[tuple[int, str, tuple[float, float]]] = []
     for name, series in run.items():
         other = again.get(name)

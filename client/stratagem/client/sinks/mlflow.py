@@ -43,7 +43,7 @@ class MlflowSink:
         return Cursor()
 
     def restart(self) -> Cursor:
-        """Keep what MLflow has: steps that are trained again are not logged again."""
+        """Keep what MLflow has, so that steps that are trained again are not logged twice."""
         return _cursor(self._client.get_run(self._run_id).data.tags.get(CURSOR_TAG, ""))
 
     def rows(self, block: RowBlock) -> None:

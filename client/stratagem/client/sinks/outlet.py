@@ -52,7 +52,7 @@ class FollowedHandle(Protocol):
 def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) -> Cursor:
     """Send a sink all events and rows that it lacks, and return its new cursor.
 
-    is_whole: the run has ended; otherwise steps that share a row with later ones are left out.
+    is_whole: the run has ended; otherwise steps that share a row with later steps are left out.
     """
     events = run.watch(cursor.event_index + 1, kinds=KINDS, follow=False)
     for event in events:

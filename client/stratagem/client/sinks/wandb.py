@@ -45,7 +45,7 @@ class WandbSink:
         return read_cursor(self._cursor_path) or Cursor()
 
     def restart(self) -> Cursor:
-        """Keep what W&B has: steps that are trained again are not logged again."""
+        """Keep what W&B has, so that steps that are trained again are not logged twice."""
         return read_cursor(self._cursor_path) or Cursor()
 
     def rows(self, block: RowBlock) -> None:

@@ -11,7 +11,7 @@ from stratagem.client.course.rounds import RoundsFolding
 from stratagem.client.course.views import Event, Phase, Progress, RunStatus, number, numbers
 
 MOST_ROUNDS: Final = 8
-"""The number of newest rounds to keep: a late update counts in one of the next rounds."""
+"""The number of newest rounds to keep, because a late update counts in one of the next rounds."""
 TRAINING: Final = "train."
 """The prefix of training metrics; those of a finished segment are in the step history."""
 

@@ -256,7 +256,7 @@ def _of(word: str, number: int, amount: int) -> str:
 
 
 def _fitted(fields: Sequence[Field], width: int) -> list[Field]:
-    """Drop fields that need not stay from the right, until the rest fits; return that."""
+    """Drop optional fields, from the right, until the rest fits; return the remaining fields."""
     kept = list(fields)
     for field in reversed(fields):
         if _cells(kept) <= width:
@@ -411,8 +411,8 @@ class Milestone:
 
 
 def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milestone | None:
-    """Return the line to print for an item, if it is worth one. before: the phase of the run before
-    the item; run: after it."""
+    """Return the line to print for an item; None if the item is not worth a line. before: the phase
+    of the run before the item; run: after it."""
     if not isinstance(item, Event):
         return None
     if item.kind in ENDS:

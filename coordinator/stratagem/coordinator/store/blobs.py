@@ -247,7 +247,8 @@ class DirectoryBlobs:
         self._bin = Bin(root / "bins", root)
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
-        """Return a writer for a blob of exactly total_bytes; `adopt` may extend the store's own."""
+        """Return a writer for a blob of exactly total_bytes, whose commit calls `adopt`, by default
+        the store's own, to name the complete file."""
         return BlobWriter(self._temporary, total_bytes, adopt or self.adopt, self.make_room)
 
     def scratch(self) -> Scratch:

@@ -60,7 +60,7 @@ class StoredObject:
 
 
 class Objects:
-    """The objects of one obstore store. Thread-safe; all methods block on the network."""
+    """Access to the objects of one obstore store. Thread-safe; all methods block on the network."""
 
     def __init__(self, store: Any, url: str) -> None:
         """Wrap an obstore store; url: for display."""
@@ -187,7 +187,7 @@ def beginning(term: int) -> str:
 
 
 def term_of(name: str) -> int | None:
-    """Return the term of the coordinator that wrote an object; None if none wrote it."""
+    """Return the term of the coordinator that wrote an object; None if no coordinator wrote it."""
     match_ = _UNIQUE.fullmatch(name.rpartition("/")[2])
     return int(match_[1]) if match_ else None
 
@@ -260,8 +260,8 @@ _KEY_VARIABLE: Final = "AWS_ACCESS_KEY_ID"
 _PROFILE_VARIABLE: Final = "AWS_PROFILE"
 
 VALID_FOR: Final = timedelta(minutes=15)
-"""The time for which keys are used; obstore reads them again five minutes before, so new keys need
-no restart."""
+"""The time for which keys are used after they are read; obstore reads the file again five minutes
+before the end, so new keys need no restart."""
 
 
 def credentials_from_file(environ: Mapping[str, str]) -> Callable[[], dict[str, Any]] | None:
@@ -288,7 +288,7 @@ def credentials_from_file(environ: Mapping[str, str]) -> Callable[[], dict[str, 
 
 
 def describe(environ: Mapping[str, str]) -> str:
-    """Describe the source of the keys, for display."""
+    """Return where the keys of the bucket come from, for display."""
     if environ.get(_KEY_VARIABLE):
         return f"the environment ({_KEY_VARIABLE})"
     if environ.get(FILE_VARIABLE):

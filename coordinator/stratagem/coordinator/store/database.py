@@ -60,9 +60,9 @@ class Database:
     now_s: ColumnElement[float]
     """The current time by the database's own clock, in seconds since 1970."""
     silent_s: ColumnElement[float] | None
-    """The seconds since the lease was renewed, by that clock; None if it is not reliable."""
+    """The seconds since the lease was renewed, by that clock; None if the clock is not reliable."""
     patience_s: float
-    """The seconds for which a lost database is waited for."""
+    """The seconds to wait for a database that does not answer."""
     migration_lock: str
     """SQL that lets one process at a time migrate the schema; "" if every transaction does."""
 

@@ -64,7 +64,7 @@ class Committed:
 
 
 def committed(record: Record) -> Committed:
-    """Convert a row of the journal to its fact."""
+    """Convert a row of the journal to the fact that it holds."""
     fact = decode(record.kind, record.schema_version, record.payload)
     return Committed(JournalEntry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
 
@@ -178,12 +178,12 @@ class Recorded:
         return await self._in_thread(self._journal.snapshot)
 
     async def forget(self, run_id: RunId) -> None:
-        """Delete everything stored about a run."""
+        """Delete everything that the journal holds about a run."""
         await self._in_thread(lambda: self._journal.delete_run(self._term, run_id))
 
     async def runs(self) -> tuple[list[EndedRun], list[RunId]]:
         """Return the runs that have summaries, and the runs whose facts must be read. The cluster
-        comes first: the display of a run depends on the workers."""
+        comes first, because the display of a run depends on the workers."""
         briefs = await self._in_thread(lambda: self._journal.briefs(VERSION))
         ended = [_brief.validate_json(brief) for brief in briefs.values() if brief is not None]
         others = [run_id for run_id, brief in briefs.items() if brief is None]
@@ -294,7 +294,7 @@ class Recorded:
     async def _rebuilt(
         self, state: CoordinatorState, run_id: RunId, num_facts: int
     ) -> CoordinatorState:
-        """Return the state with a run at rest rebuilt from its first num_facts facts."""
+        """Return the state after rebuilding a run at rest from its first num_facts facts."""
 
         def read() -> CoordinatorState:
             stored = self._journal.read(run_id, 0, min(num_facts, PAGE_FACTS))

@@ -107,7 +107,7 @@ class DurableFile:
 
 
 def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryview]:
-    """Yield num_bytes of a file from an offset, in pieces that share a buffer; fewer at the end."""
+    """Yield num_bytes of a file from an offset, in pieces of one buffer; less if the file ends."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
     left = num_bytes
     while left:
@@ -245,7 +245,7 @@ class Sums:
     """The checksums of a blob: one for the header, and one per chunk of the data."""
 
     def __init__(self, total_bytes: int) -> None:
-        """Set up for the bytes of a blob that has total_bytes in all."""
+        """Begin without bytes. total_bytes: the size of the whole blob."""
         self.piece_bytes = piece_bytes(total_bytes)
         """The length of each chunk except the last."""
         self.num_bytes = 0

@@ -147,7 +147,7 @@ class Journal:
     """The journal in one database; see the module for the rules."""
 
     def __init__(self, database: Database, again: Callable[[], Database]) -> None:
-        """Set up on an open database; again: opens the same database with new connections."""
+        """Use an open database. again: opens the same database with new connections."""
         self._database = database
         self._again = again
 

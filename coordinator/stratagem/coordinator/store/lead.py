@@ -130,7 +130,7 @@ class Lease:
 
 
 def look(database: Database) -> Lease:
-    """Read the lease."""
+    """Return the lease as its row in the database is now."""
     silent = literal(None, Float) if database.silent_s is None else database.silent_s
     query = select(lease.c.holder, lease.c.term, lease.c.renewals, silent.label("silent_s"))
     with database.read() as connection:

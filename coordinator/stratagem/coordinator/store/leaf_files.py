@@ -50,24 +50,24 @@ class LeafStore(Protocol):
     """A store of leaves, which the states of all runs share."""
 
     def new(self, upload: str) -> NewLeaf:
-        """Begin a new leaf of an upload."""
+        """Return a receiver for the bytes of a new leaf of this upload."""
 
     def open(self, digest: Digest) -> "OpenLeaf":
         """Open an undamaged copy of a leaf. Raises MissingBlobError if there is no copy,
         IntegrityError if all are damaged."""
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return the leaves that a new state may reuse: only this coordinator may delete them."""
+        """Return those leaves that a state may reuse, as only this coordinator may delete them."""
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Make all leaves of a state reliable, as a fact will name it; False if one is missing."""
+        """Make the leaves of a state that a fact will name reliable; False if one is missing."""
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
         """Return the leaves that the upload has not written with their expected size; the others
         may be committed. sizes: the expected size of each leaf."""
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
-        """Return those of a state's leaves that are missing."""
+        """Return the leaves of a state that are not in the store."""
 
     def check(self, digest: Digest, upload: str) -> bool:
         """Read a leaf that an upload wrote; return True if its bytes match its digest."""
@@ -81,7 +81,7 @@ class LeafStore(Protocol):
         """Delete copies that neither a list of leaves nor a claim needs; of equal copies keep the
         newest sound one.
 
-        copies: of all leaves, from before `named` and `under_way` were determined; claims made
+        copies: of all leaves, listed before `named` and `under_way` were determined; claims made
         since then count, too.
         """
 
@@ -111,7 +111,7 @@ class LeafClaims:
             self.release(leaves)
 
     def use(self, leaves: Collection[Digest]) -> None:
-        """Claim these leaves for a reader."""
+        """Claim these leaves for a reader, so that they are not collected."""
         with self.lock:
             self._used.update(leaves)
 

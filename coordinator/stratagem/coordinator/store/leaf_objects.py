@@ -71,7 +71,7 @@ class LeafObjects:
     def __init__(
         self, objects: Objects, scratch: Callable[[], Scratch], claims: LeafClaims, term: int
     ) -> None:
-        """Set up; scratch: makes temporary files on this machine."""
+        """Begin without open leaves. scratch: makes temporary files on this machine."""
         self._objects, self._scratch, self._claims, self._term = objects, scratch, claims, term
         self._own: dict[Digest, str] = {}
         """The names of objects written under this term and seen in the store, keyed by leaf;

@@ -71,7 +71,7 @@ class DirectUpload:
         claims: LeafClaims,
         write_list: WriteList,
     ) -> None:
-        """Set up; have: the leaves that are in the store and stay until the upload ends."""
+        """have: the leaves that are in the store already, and stay until the upload ends."""
         self.name, self.have = name, have
         self._leaves, self._claims, self._write_list = leaves, claims, write_list
         self._is_over = False
@@ -204,8 +204,8 @@ class LeafBlobs:
     def __init__(
         self, whole: BlobStore, place: StatePlace, term: int, *, writes_leaves: bool, limits: Limits
     ) -> None:
-        """Set up; whole: the store of blobs that are one file. writes_leaves: store states that
-        come to the coordinator as leaves, too."""
+        """whole: the store of blobs that are one file. writes_leaves: also store as leaves the
+        states that come to the coordinator."""
         self._whole, self._term, self.limits = whole, term, limits
         self.writes_leaves = writes_leaves
         self.claims, self.leaves, self.store_id = place.claims, place.leaves, place.store_id
@@ -358,7 +358,7 @@ class JoinedState:
         self._digest, self._listed, self._open_leaf = digest, listed, open_leaf
         self._places = places_of(leaves_of(listed.manifest))
         self._at = 0
-        """The index of the place read last: the next one is near."""
+        """The index of the place that was read last; the next read is usually near it."""
         self._open: dict[int, OpenLeaf] = {}
         self.num_bytes = len(listed.header) + listed.manifest.total_bytes
 

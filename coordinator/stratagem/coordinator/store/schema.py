@@ -66,7 +66,7 @@ def _bring_up_to_date(database: Database) -> None:
 
 
 def _revision(connection: Connection) -> str:
-    """Return the journal's schema revision: FIRST for one of 0.1.0, "" if there is no journal."""
+    """Return the journal's schema revision: FIRST for a journal of 0.1.0, "" if there is none."""
     tables = inspect(connection).get_table_names()
     if "alembic_version" in tables:
         return str(connection.execute(select(_stamp.c.version_num)).scalar() or "")

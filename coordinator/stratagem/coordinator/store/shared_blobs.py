@@ -187,7 +187,7 @@ class SharedBlobs:
         folder: str = FOLDER,
         suffix: str = SUFFIX,
     ) -> None:
-        """Set up; folder, suffix: of the object names."""
+        """Begin without claims. folder, suffix: of the object names."""
         self._objects, self._cache, self._term = objects, cache, term
         self._folder, self._suffix = folder, suffix
         self._claims = Claims(monotonic)
@@ -222,8 +222,8 @@ class SharedBlobs:
         return bool(self._copies_of(digest))
 
     def keep(self, digest: Digest) -> bool:
-        """Protect a blob from collection until a fact names it, by an object of this term; return
-        False if the blob is missing."""
+        """Protect a blob from collection until a fact names it, by making sure that an object of
+        this term holds it; return False if the blob is missing."""
         _check(digest)
         with self._lock:
             self._claims.add(digest)

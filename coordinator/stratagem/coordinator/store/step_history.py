@@ -83,13 +83,13 @@ class HistoryRow:
 
 
 def behind(columns: Columns, step: int) -> Columns:
-    """Return the values of steps after this one, at which a stored row ends."""
+    """Return the values of the steps after `step`, which is the last step of a stored row."""
     return part_of(columns, int(np.searchsorted(columns.step, step, "right")), len(columns))
 
 
 def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
     """Merge consecutive rows of a party into one; None if one row cannot hold them. If only the
-    newest segment of the party is kept, that is the last row."""
+    newest segment of the party is kept, return the last row."""
     if is_of_newest_segment(rows[-1].party):
         return rows[-1]
     pieces: dict[Series, list[Columns]] = {}
@@ -107,7 +107,7 @@ def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
 
 
 def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
-    """Return the part of a row up to this segment, included; None if that is empty."""
+    """Return the part of a row up to this segment, included; None if no segment is left."""
     ends = tuple(end for end in row.all_ends if end[0] <= segment)
     if len(ends) == len(row.all_ends):
         return row
@@ -137,7 +137,7 @@ _SUCH: Final[Select[Any]] = select(literal_column("1")).where(
 _NEW: Final = insert(history).from_select(
     _GIVEN, select(*_ITS.values()).where(~exists(_SUCH.correlate(None)))
 )
-"""Appends a row after all others of its party, in one statement: every segment ends with it."""
+"""Inserts a row after all others of its party, in one statement, as each segment ends with it."""
 
 
 def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
@@ -302,7 +302,7 @@ def _of(run_id: RunId, party: Party) -> tuple[ColumnElement[bool], ColumnElement
 
 
 def _number(step: int) -> ColumnElement[int]:
-    """Return the index of the row that contains a step, given the stride of its segment."""
+    """Return SQL for the index of the value that covers a step, given the stride of its row."""
     return literal(step - 1, BigInteger) // history.c.stride
 
 
@@ -326,6 +326,6 @@ def _row(row: Row[Any]) -> HistoryRow:
 
 
 def _exact(row: HistoryRow) -> dict[str, bytes]:
-    """Return the values that must be reproducible: those that depend on no clock or machine."""
+    """Return the encoded values of the series that depend on no clock or machine, keyed by name."""
     rows = unpack(row.rows).items()
     return {series.name: columns.to_bytes() for series, columns in rows if not series.observed}

@@ -26,7 +26,7 @@ class Rule(NamedTuple):
 
     name: str
     settings: str
-    """The settings to lower if its numbers become too large."""
+    """The settings to lower if the numbers of the rule become too large."""
 
 
 MEAN: Final = Rule("the weighted mean of the updates", _RATE)
@@ -39,8 +39,8 @@ class FiniteResult:
     """Checks the windows of one fold for numbers that are not finite."""
 
     def __init__(self, manifest: Manifest, rule: Rule, base: StateReader | None = None) -> None:
-        """Set up; manifest: of the state, which places the windows. rule: computes the numbers,
-        unless a check names another rule. base: the state that the round began from."""
+        """manifest: of the state, which places the windows. rule: computes the numbers, unless a
+        check names another rule. base: the state that the round began from."""
         self._specs = [spec for spec in manifest.stored() if spec.size_bytes]
         self._offsets = [spec.offset for spec in self._specs]
         self._rule, self._base = rule, base

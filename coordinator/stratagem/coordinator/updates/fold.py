@@ -285,7 +285,7 @@ class _Folder:
         rebasing: Rebasing | None,
         num_elements: int,
     ) -> None:
-        """Set up; num_elements: of the largest window."""
+        """Allocate the buffers. num_elements: of the largest window."""
         self.combination: Combination | None = None
         self.finite: FiniteResult | None = None
         self._server, self._rebasing = server, rebasing
@@ -301,7 +301,7 @@ class _Folder:
         self._sum = np.empty(num_elements, np.float64)
         self._term = np.empty(num_elements, np.float64)
         self._disputed: dict[str, str] = {}
-        """The source of each integer tensor in which clients differ, keyed by tensor name."""
+        """Where the values of a disputed integer tensor come from, keyed by tensor name."""
 
     def fold(self, window: _Window, slot: int) -> Raw:
         """Return the result for a window, in the buffer with index `slot`."""

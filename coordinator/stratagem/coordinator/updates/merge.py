@@ -278,7 +278,7 @@ def _joined(
     slices: Sequence[tuple[SliceName, int, TensorSpec]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> TensorSpec:
-    """Return the tensor that slices make: a single number, or one of the parameter's shape."""
+    """Return the tensor that slices make: a single number, or a tensor of the parameter's shape."""
     first = slices[0][2]
     if len(slices) == 1 and not first.shape:
         return TensorSpec(whole, first.dtype, (), 0, 0)
@@ -323,7 +323,7 @@ PiecedLeaf = tuple[PartPiece, ...]
 
 
 class _Placed(NamedTuple):
-    """The location of a range of a state's bytes: its start there, and the piece of a part."""
+    """A range of bytes of a state: its start there, and the piece of a part that has the bytes."""
 
     start: int
     piece: PartPiece
@@ -369,8 +369,8 @@ def _add_range(
 def shared_out(
     leaves: Mapping[int, PiecedLeaf], parts_of: Sequence[Collection[int]]
 ) -> list[list[int]]:
-    """Divide leaves among writers: about equal bytes for each, and as many of its own bytes as that
-    allows.
+    """Divide leaves among writers: about equal bytes for each writer, and within that as many bytes
+    as possible that the writer has itself.
 
     parts_of: the parts that each writer holds. Return the numbers of each writer's leaves.
     """

@@ -232,7 +232,7 @@ class CodedSource:
     def __init__(
         self, layout: CodedLayout, data: CheckedData, before: Callable[[int, int], ByteArray]
     ) -> None:
-        """Set up; before: reads num_bytes of that state's data from an offset on."""
+        """before: returns bytes of the state that the update began from, given (offset, number)."""
         self._layout, self._data, self._before = layout, data, before
         self._decoded: tuple[str, Decode] | None = None
         """The name of the tensor being read, and its decoder."""
@@ -257,7 +257,7 @@ class CodedSource:
 
 
 class UpdateDecoding:
-    """Decodes the updates of one job, and keeps the states open that they are relative to."""
+    """Decodes the updates of one job, and keeps open the states that the updates began from."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class UpdateDecoding:
         expected: Manifest,
         bases: Sequence[Digest],
     ) -> None:
-        """Set up; expected: manifest of the model; bases: the state that each update began from."""
+        """expected: the manifest of the model; bases: the state that each update began from."""
         self.job, self.expected = job, expected
         self._numerics, self._blobs, self._bases = numerics, blobs, bases
         self._files = ExitStack()
@@ -291,8 +291,8 @@ class UpdateDecoding:
         return layout
 
     def source(self, place: int, entry: SpoolEntry) -> Source:
-        """Return the reader of an accepted update; place: its index among all. Raises
-        IntegrityError if the update's file is damaged."""
+        """Return the reader of an accepted update; place: the index of the update among all
+        updates. Raises IntegrityError if the update's file is damaged."""
         if not entry.is_coded:
             return WholeSource(entry)
         try:
@@ -418,7 +418,7 @@ class StateReader:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply to coded gradients: vectors to send one after the other."""
+    """The answer to coded gradients: vectors for all members, to send one after the other."""
 
     manifest: Manifest
     vectors: tuple[memoryview, ...]
@@ -431,7 +431,7 @@ class Reply:
 
 
 def codec_of(job: JobSpec) -> str:
-    """Return the name of the job's codec as in manifests; "" without one."""
+    """Return the name of the job's codec as in manifests; "" if the job has none."""
     spec = exchanged_codec(job.compression, job.strategy)
     return "" if spec is None else spec.codec
 

@@ -315,7 +315,7 @@ def window_of(num_updates: int) -> int:
 
 
 def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-    """Fill `out` with lower medians; return "the middle" if updates differ; see Combination."""
+    """Fill `out` with lower medians; return "the middle" if updates differ, "" otherwise."""
     rows = [np.empty(out.size, storage(dtype)) for _ in sources]
     for source, row in zip(sources, rows, strict=True):
         source.read(offset, row)
@@ -482,7 +482,7 @@ _LARGEST: Final = float(np.finfo(np.float64).max)
 
 
 class Verdict(NamedTuple):
-    """The verdict of a robust rule: updates' weights and the reasons, in client order."""
+    """What a robust rule decides: each update's weight, and the reason for it, in client order."""
 
     weights: tuple[float, ...]
     """The weight of each update: 0 if left out; under a norm bound the kept share of its change."""

@@ -275,7 +275,7 @@ def global_average(
     manifest: Manifest,
     round_num: int,
 ) -> GlobalAverage | None:
-    """Return the writer of the average after a round; None if there is none. See GlobalAverage."""
+    """Return the writer of the average after a round; None if the run has no average by then."""
     if spec is None or not (before or spec.is_due(round_num)):
         return None
     weight = _UNCHANGED

@@ -156,7 +156,7 @@ class SharedSpool:
         self._objects, self._term = objects, term
 
     def put(self, folder: str, entry: SpoolEntry) -> None:
-        """Upload a client's update into the client's folder, by which it is accepted."""
+        """Upload a client's update into the client's folder, whereby the update is accepted."""
         facts = f"{entry.num_samples}-{entry.crc32c:08x}"
         name = f"{_FOLDER}/{folder}/{unique_name(self._term)}-{facts}.safetensors"
         num_bytes = entry.data_start + entry.data_bytes
@@ -293,8 +293,8 @@ class Spool:
         return self._writer(upload, publish)
 
     def look(self, key: SpoolKey, source: str = "") -> tuple[SpoolEntry | None, int]:
-        """Return the accepted update of a client, if there is one, and the offset at which to
-        resume pulling it from that source."""
+        """Return the accepted update of a client or None, and the offset at which to resume pulling
+        an update from that source."""
         self._folder_of(key, make=True)
         try:
             entry = self.entry(key)
@@ -314,7 +314,7 @@ class Spool:
         return max((noted_offset(path, source) for path in unfinished), default=0)
 
     def entry(self, key: SpoolKey, digest: Digest | None = None) -> SpoolEntry | None:
-        """Return the accepted update of a client, if there is one, even after a restart.
+        """Return the accepted update of a client, even after a restart; None if there is none.
 
         With a digest, return that update: the client may have sent others to other coordinators.
         Raises IntegrityError if the object store has damaged it.

@@ -218,7 +218,7 @@ class UpdateUpload:
     source: str
     make_room: MakeRoom = no_room
     before: Before | None = None
-    """Returns bytes of the state that the update began from, which may be non-finite."""
+    """Returns bytes of the state that the update began from; its numbers may be non-finite."""
 
     @property
     def num_bytes(self) -> int:
@@ -381,7 +381,7 @@ class SpoolWriter:
         self._file.write(self.upload.header)
 
     def _resume(self) -> bool:
-        """Resume from the note; return False if it is of another upload, or not true."""
+        """Continue from the note; return False if the note is of another upload, or wrong."""
         try:
             note = json.loads(self._note_path.read_text())
             identity, num_bytes, crc32c = note["identity"], note["num_bytes"], note["crc32c"]
@@ -426,7 +426,7 @@ class SpoolWriter:
             raise IntegrityError(f"{self.offset} of {total_bytes} bytes are here")
 
     def _check_announced(self, entry: SpoolEntry) -> None:
-        """Check the number of samples, which the sender announced."""
+        """Raise UpdateRejectedError if the sender announced fewer than one sample."""
         if entry.num_samples < 1:
             raise UpdateRejectedError(
                 Cause.NUM_SAMPLES, f"num_samples is {entry.num_samples}, must be at least 1"

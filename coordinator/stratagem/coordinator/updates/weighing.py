@@ -57,7 +57,7 @@ class ControlledMean:
         *,
         begins_anew: bool,
     ) -> None:
-        """Set up. rows: per client of the round; integers come from the client with most.
+        """rows: of each client of the round; integers come from the client with most rows.
         num_clients: of the federation. begins_anew: reset c to zero."""
         self._largest, self._num_clients = rows.index(max(rows)), num_clients
         self._base, self._begins_anew = base, begins_anew
@@ -302,10 +302,10 @@ class ScaledChanges:
 
 
 class RegionalMean:
-    """A fold rule for a mean, added region by region; memory is two windows in any case."""
+    """A fold rule for the mean of updates, added up region by region; memory is two windows."""
 
     def __init__(self, regions: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
-        """Set up. regions: the indices of each region's updates; weights: samples of each update.
+        """regions: the indices of each region's updates; weights: samples of each update.
 
         A single update is multiplied and divided, too: its region does not know that it is alone.
         """
@@ -410,8 +410,8 @@ class MeanOfSums:
         model: Manifest,
         integers_of: int,
     ) -> None:
-        """Set up. num_samples: of each region's clients; integers_of: the index of the sum from
-        which integers are taken."""
+        """num_samples: of each region's clients; integers_of: the index of the sum from which
+        integers are taken."""
         self.window_elements = WINDOW_ELEMENTS
         self._sources = [WholeSource(entry) for entry in sums]
         self._divisor, self._integers_of = fsum(num_samples), integers_of

@@ -117,7 +117,7 @@ _TRIED_ROWS: Final = 9
 _STREAMED_ROWS: Final = 64
 _STREAMED_TWICE: Final = 3
 _SAME: Final = 0.01
-"""The tolerance of "twice as large": models that draw random numbers treat rows differently."""
+"""The tolerance of "twice as large", because models with random numbers treat rows differently."""
 _NUM_NAMES: Final = 5
 """The largest number of names listed in a finding."""
 
@@ -289,8 +289,8 @@ class _JobChecks:
         return BatchOrder(num_rows, self.job.batch_size, self.job.seed, order).steps_per_epoch
 
     def step(self, data: Mapping[str, Dataset]) -> TriedStep | None:
-        """Try a training step: it runs, is finite, reaches all parameters, and can be repeated from
-        a saved state."""
+        """Check one training step: that it runs, is finite, reaches all parameters, and gives the
+        same bits again from a saved state."""
         tried = self.report.attempt("step", "loss", lambda: try_step(self.job, self.site, data))
         for note in [] if tried is None else tried.setup.notes:
             self.report.warn("settings", "", note)
@@ -357,7 +357,7 @@ class _JobChecks:
             self.report.ok("evaluation", "evaluation", f"over {num_rows} rows: {values}")
 
     def memory(self, needed: Callable[[], str]) -> None:
-        """Report the memory that a worker needs, or that it cannot be estimated."""
+        """Report the memory that a worker needs, or that no estimate is possible."""
         try:
             self.report.ok("memory", "", needed())
         except StratagemError as error:

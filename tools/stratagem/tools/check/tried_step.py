@@ -54,7 +54,7 @@ class TriedStep:
 def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep:
     """Make one step of the job, as a single worker would, on the first and the last row.
 
-    Raises the errors of training.
+    Raises whatever training raises.
     """
     few, num_rows = _few_of(data)
     short = _shortened(job, max(num_rows, 1))
@@ -104,8 +104,8 @@ def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> 
     """Make two steps, a copy of the state and an evaluation as a worker with divided state would:
     parameters are absent while no layer uses them.
 
-    The second step detects anything that code has kept from the first. Raises the errors of
-    training.
+    The second step detects anything that code has kept from the first. Raises whatever training
+    raises.
     """
     few, num_rows = _few_of(data)
     short = _shortened(job, num_rows).altered(strategy=job.strategy)

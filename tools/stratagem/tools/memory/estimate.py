@@ -424,8 +424,8 @@ def _pieces(job: JobSpec, num_shards: int) -> int:
 def _gossip(
     job: JobSpec, site: Site, topology: str, num_nodes: int, num_members: int
 ) -> StepMemory:
-    """Estimate a worker under gossip: one model per own node, of which one works at a time; the
-    mean of all, for evaluation; copies of its nodes and their neighbours."""
+    """Estimate a worker under gossip: a model for each of its nodes, one of which trains at a time;
+    the mean of all models, for evaluation; copies of its nodes and of their neighbours."""
     rows = _pieces(job, num_nodes)
     one_node = job.altered(batch_size=rows, strategy=Local())
     one = _of_party(one_node, site, ShardOwners(0, 1, 1))

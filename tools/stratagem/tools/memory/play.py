@@ -426,7 +426,7 @@ def _largest_share(layout: BucketLayout, size: int, *, is_mirrored: bool) -> flo
 
 def _saved_parameters(trainer: Trainer, share: float) -> int:
     """Return the bytes of parameters that a member with this share saves, gathering a block at a
-    time; negative if it holds more."""
+    time; negative if the member holds more."""
     params = [param for _, param in trainer.params]
     rest, *blocks = divide_parameters(params, layers_of(trainer.model))
     gathered = _nbytes(rest.params) + max((_nbytes(each.params) for each in blocks), default=0)
@@ -435,8 +435,8 @@ def _saved_parameters(trainer: Trainer, share: float) -> int:
 
 
 def _saved_gradients(layout: BucketLayout, job: JobSpec, party: ShardOwners, share: float) -> int:
-    """Return the bytes of gradients that a member with this share saves: it frees buckets during
-    the step. Sums over several micro-batches of its own stay whole."""
+    """Return the bytes of gradients that a member with this share saves by freeing buckets during
+    the step. The member's sums over several micro-batches stay whole."""
     rows = -(-job.batch_size // party.num_shards)
     is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
     sizes = [bucket.size_bytes for bucket in layout.buckets[:-1]]

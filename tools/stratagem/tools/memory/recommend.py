@@ -122,7 +122,8 @@ class StrategyChoice:
 
 
 def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
-    """Return the job with a strategy for its parallelism, and the reason; "" if it asks for none.
+    """Return the job with a strategy for its parallelism, and the reason; "" if the job asks for
+    none.
 
     Raises InvalidInputError, naming execution.parallelism, if that is impossible.
     """

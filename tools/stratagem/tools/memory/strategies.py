@@ -59,8 +59,8 @@ _MIXING_ARRAYS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class NodeCopies:
-    """The memory for copies of nodes. num_nodes: own ones and neighbours. held: bytes kept from
-    step to step. moment: more bytes while mixing."""
+    """The memory for copies of nodes. num_nodes: own nodes and neighbours. held: bytes kept from
+    step to step. moment: further bytes while copies are mixed."""
 
     num_nodes: int
     held: int
@@ -68,7 +68,7 @@ class NodeCopies:
 
 
 def num_known(topology: str, num_nodes: int, num_members: int, seed: int) -> int:
-    """Return the most nodes that one member handles: its own and their neighbours."""
+    """Return the most nodes that one member handles: its own nodes and their neighbours."""
     try:
         neighbours = graph_of(topology, num_nodes, seed)
     except ValueError as error:
@@ -80,7 +80,7 @@ def num_known(topology: str, num_nodes: int, num_members: int, seed: int) -> int
 
 
 def plain_copies(num_nodes: int, layout: Layout, dtype: torch.dtype) -> NodeCopies:
-    """Return the memory for uncoded copies: buckets under way, and one that is being mixed."""
+    """Return the memory for uncoded copies: buckets under way, and a bucket that is being mixed."""
     tensors = [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in layout]
     slots = [0] * WINDOW
     for index, bucket in enumerate(plan_buckets(tensors)):
@@ -91,8 +91,8 @@ def plain_copies(num_nodes: int, layout: Layout, dtype: torch.dtype) -> NodeCopi
 
 
 def coded_copies(num_nodes: int, num_own: int, layout: Layout, job: JobSpec) -> NodeCopies:
-    """Return the memory for coded copies: public copies of all nodes, the codec state of own ones,
-    a payload each, and scratch for coding or mixing one."""
+    """Return the memory for coded copies: public copies of all nodes, the codec state of own nodes,
+    one payload per node, and scratch to code or mix one copy."""
     assert job.compression is not None
     codec = codec_memory(job.compression, layout, with_feedback=False)
     raw_bytes = sum(spec.raw_bytes for spec in layout)
@@ -113,7 +113,7 @@ def coded_copies(num_nodes: int, num_own: int, layout: Layout, job: JobSpec) -> 
 @dataclass(frozen=True, slots=True)
 class OuterMessages:
     """The memory for messages of outer gradients. messages: bytes for all own replicas. moment:
-    more bytes while one is coded."""
+    further bytes while one message is coded."""
 
     messages: int
     moment: int
@@ -291,8 +291,8 @@ def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mappi
 
 
 def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
-    """Return the memory of one stage: parameters and all that grows with them in proportion to its
-    nodes; temporaries as for the whole model."""
+    """Return the memory of one pipeline stage: parameters, and all that grows with them, as its
+    nodes have them; temporaries as the whole model has them."""
     parameters = sum(node.parameters for node in nodes)
     buffers = 2 * sum(node.buffers for node in nodes)  # the engine keeps a copy
     part = parameters / whole.parameters if whole.parameters else 0.0

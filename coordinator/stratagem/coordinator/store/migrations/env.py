@@ -1,4 +1,4 @@
-"""Alembic runs this: migrate on the connection, and in the transaction, that it was given."""
+"""Run by Alembic: migrates on the given connection, inside the transaction that is open there."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""Adds to the lease when it was last renewed, by the database's own clock."""
+"""Adds a column to the lease: the time of the last renewal, by the database's own clock."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Adds a column to the step history: which segments a row holds that has those of several."""
+"""Adds a column to the step history: the segments in a row, if the row has more than one."""
 
 import sqlalchemy as sa
 from alembic import op
