@@ -230,7 +230,7 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 
 def sole(error: BaseException) -> BaseException:
-    """Return the one exception that a group is about; the group itself if its exceptions differ."""
+    """Return a group's exception if all its exceptions are alike; otherwise the group itself."""
     causes = leaves(error)
     same = {(type(leaf), str(leaf)) for leaf in causes}
     return causes[0] if len(same) == 1 else error
@@ -251,8 +251,8 @@ def led_to(error: BaseException, *, by_handling: bool = True) -> Iterator[BaseEx
 
 
 def told(error: BaseException) -> str:
-    """Return the message for people: our own errors by their sentence, others with their type;
-    duplicates are dropped."""
+    """Return the message for people: the text of our own errors, other errors with their type; a
+    text that a group repeats is named once."""
     return "; ".join(dict.fromkeys(_words(leaf) for leaf in leaves(error)))
 
 

@@ -122,14 +122,14 @@ _are_checked: ContextVar[bool] = ContextVar("limits are checked", default=True)
 
 
 def are_checked() -> bool:
-    """Return whether size limits apply now; see `lifted`."""
+    """Return whether size limits apply now: they do, except inside a block of `lifted`."""
     return _are_checked.get()
 
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Context manager that lifts size limits for input accepted before; its block must not
-    await."""
+    """Context manager that lifts size limits, to read input that was accepted earlier; its block
+    must not await."""
     token = _are_checked.set(False)
     try:
         yield

@@ -89,7 +89,7 @@ def manifest_of(archive: bytes) -> Manifest:
 
 
 def digest_of(archive: bytes) -> Digest:
-    """Return the digest that names a bundle: that of the blob with its archive."""
+    """Return the digest that names a bundle: the digest of the blob that holds the archive."""
     return Digest(manifest_of(archive).digest)
 
 

@@ -86,13 +86,13 @@ class Codec(Protocol):
         tensors. None if tensors share a payload."""
 
     def decoder(self, place: int, read: Read) -> Decode | None:
-        """Return a decoder for one tensor, by its index in the layout, with the bits of `decode`.
-        It reads only the part of the payload that a window needs. None if tensors share a
-        payload."""
+        """Return a decoder for the tensor at this index of the layout; it gives the same bits as
+        `decode`, but reads only the part of the payload that a window needs. None if tensors share
+        a payload."""
 
 
 class Decodable(Protocol):
-    """The part of a tensor codec that decodes: the size and form of one tensor's payload."""
+    """The decoding half of a tensor codec: the size of one tensor's payload, and its decoder."""
 
     @property
     def payload_bytes(self) -> int: ...
@@ -166,7 +166,7 @@ class PerTensor(OneByOne):
     """A codec that encodes each tensor by its own codec, or not at all if that saves nothing."""
 
     def __init__(self, layout: Layout, codecs: Sequence[TensorCodec], *, first: int = 0) -> None:
-        """Choose the tensors to encode. first: the index of the first one in the whole layout."""
+        """Choose what to encode. first: this part's first index in the whole layout."""
         self._first = first
         self.bypassed = tuple(
             spec.name

@@ -39,7 +39,7 @@ _MIN_RATIO: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """The layout of one tensor: its state's name, rows, columns and rank; rank 0 if uncoded."""
+    """The form of one tensor: the key of its state, rows, columns and rank; rank 0 if uncoded."""
 
     name: str
     num_rows: int
@@ -123,7 +123,7 @@ class LowRank(OneByOne):
         return (values - np.float32(0.5)).reshape(matrix.rank, matrix.num_columns)
 
     def _revived(self, matrix: _Matrix, basis: FloatArray, key: int) -> FloatArray:
-        """Draw random columns for those that a zero gradient has zeroed, which would stay zero."""
+        """Redraw the columns that a zero gradient has zeroed; otherwise they would stay zero."""
         if all(column.any() for column in basis):
             return basis
         fresh = self._start(matrix, key)

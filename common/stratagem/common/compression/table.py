@@ -42,9 +42,9 @@ def make_codec(
     with_feedback: bool = True,
     numerics: int = CURRENT,
 ) -> Codec:
-    """Return the codec of a layout. seed: that of the job; `spec.seed` takes precedence.
+    """Return the section's codec for a layout. seed: the job's seed; `spec.seed` takes precedence.
 
-    with_feedback: the caller can keep residuals, if the section asks for error feedback.
+    with_feedback: add error feedback if the section asks; the caller must keep the residuals.
     """
     codec = _bare_codec(spec, layout, seed if spec.seed is None else spec.seed, numerics)
     return ErrorFeedback(layout, codec) if spec.has_feedback and with_feedback else codec
@@ -150,7 +150,7 @@ PAYLOAD: Final = "payload"
 def update_codec(
     job: JobSpec, coded: Iterable[TensorSpec], numerics: int
 ) -> tuple[Codec, list[str]]:
-    """Return the codec of a client's update of these tensors, and the names in its order."""
+    """Return the codec for a client's update of these tensors, and their names in coding order."""
     assert job.compression is not None
     layout = sorted(
         (TensorLayout(tensor.name, tensor.shape) for tensor in coded), key=lambda e: e.name

@@ -68,7 +68,7 @@ class _SeriesRecorder:
     num_taken: int = 0
 
     def fold(self, stride: int) -> None:
-        """Merge the pending values into rows. The last row stays open for more of its steps."""
+        """Merge the pending values into rows. The last row stays open, as its steps may go on."""
         if self.steps:
             closed = part_of(self.rows, 0, self.num_closed)
             opened = part_of(self.rows, self.num_closed, len(self.rows))
@@ -97,7 +97,7 @@ class Recorder:
 
     @classmethod
     def going_on(cls, stride: int, from_step: int, rows: SeriesRows) -> "Recorder":
-        """Make a recorder that continues from the rows of another one; see `rows`."""
+        """Make a recorder that continues the rows that another recorder's `rows` returned."""
         recorder = cls(stride, from_step)
         for series, columns in rows.items():
             if len(columns):
@@ -178,7 +178,7 @@ MAX_UNPACKED_BYTES: Final = MAX_SERIES * (MAX_ROWS + 1) * ROW_BYTES + (1 << 18)
 _PART_ROWS: Final = 5000
 """The number of rows that fit in one part even if nothing can be compressed."""
 _LEVEL: Final = 3
-"""The zlib level: within some percent as small as a higher level, in half the time."""
+"""The zlib level: output some percent larger than at a higher level, in half the time."""
 _LENGTH: Final = struct.Struct("<I")
 _IN_PLANES: Final = b"\x01"
 """The first byte of rows packed in planes; older packed rows begin with zlib's byte."""
@@ -269,7 +269,7 @@ def _inflated(data: bytes, max_bytes: int) -> bytes:
 
 
 def _check(columns: Columns, starts: Sequence[int]) -> None:
-    """Raise InvalidInputError for rows that no recording has. starts: first row of each series."""
+    """Raise InvalidInputError for impossible rows. starts: the index of each series' first row."""
     falls = np.flatnonzero(np.diff(columns.step) <= 0) + 1
     is_first_step = columns.step[[start for start in starts if start < len(columns)]] < 1
     if not set(falls.tolist()) <= set(starts) or is_first_step.any():
@@ -323,12 +323,12 @@ def party_of_stage(stage: int) -> str:
 
 
 def is_of_newest_segment(party: str) -> bool:
-    """Return whether only the newest segment is kept of this party: it reports stage actions."""
+    """Return whether a party reports stage actions, of which only the newest segment is kept."""
     return party.rpartition("/")[0].rpartition("/")[2] == _PARTY
 
 
 def told(actions: Sequence[StageAction]) -> list[StageAction]:
-    """Return at most MAX_ACTIONS actions: those of every n-th and of the last micro-batch."""
+    """Return the actions thinned out to MAX_ACTIONS: of every n-th micro-batch and of the last."""
     numbers = sorted({each.micro_batch for each in actions if each.micro_batch != NONE})
     stride = 1
     chosen = set(numbers)
@@ -352,7 +352,7 @@ class StageReport:
     began_s: float = 0.0
     """The time at which the worker began the step, by the worker's own clock."""
     clock: int = 0
-    """The number of the clock; workers with the same number share one. 0: unknown."""
+    """The number of the worker's clock; workers with the same number share a clock. 0: unknown."""
 
     @property
     def values(self) -> dict[str, float]:

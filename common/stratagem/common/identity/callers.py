@@ -428,7 +428,7 @@ class Caller:
 
     @property
     def may(self) -> frozenset[Who]:
-        """Return the caller's scopes and role; a call requires one of several."""
+        """Return the caller's scopes and role, at least one of which a call must accept."""
         return self.scopes if self.cert_id is None else self.scopes | {self.cert_id.role}
 
     @property
@@ -440,7 +440,7 @@ class Caller:
         return self.cert_id is not None and self.cert_id.role is Role.WORKER
 
     def is_one_of(self, worker_ids: Iterable[str]) -> bool:
-        """Return whether the caller is one of these workers, by certificate; true without TLS."""
+        """Return whether the caller has no certificate, or one that covers one of these workers."""
         return self.cert_id is None or any(map(self.cert_id.covers, worker_ids))
 
     def must_be_worker(self, worker_id: str) -> None:

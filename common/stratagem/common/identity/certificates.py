@@ -73,7 +73,7 @@ def trusted(folder: Path) -> list[x509.Certificate]:
 
 
 def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Return the authority that signs now, with its key: the one whose key is in the folder."""
+    """Return the authority that signs now, whose private key is in the folder, and that key."""
     path = folder / CA_KEY_FILE
     try:
         key = load_pem_private_key(path.read_bytes(), None)
@@ -139,7 +139,7 @@ def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
 
 
 def issued_by(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """Return the extension that names the issuer by key, since its successor has the same name."""
+    """Return the extension that names the issuer by key, as a renewed authority keeps its name."""
     key_id = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
 
@@ -224,8 +224,8 @@ class Authority:
 
         name: `of_pool(...)` makes one that the workers of a pool share.
         hosts: names and addresses at which a coordinator is reached.
-        valid: InvalidInputError where that is longer than the authority is; unless given it is
-            some months, or as long as the authority.
+        valid: the period of validity; InvalidInputError if it outlasts the authority. By default
+            some months, but no longer than the authority.
         """
         cert_id = CertId(self.trust_domain, role, name)
         file = _file_name(cert_id)
@@ -239,7 +239,7 @@ class Authority:
         return self.files(file)
 
     def end_of(self, valid: timedelta | None) -> datetime:
-        """Return the end of validity of a certificate signed now: never after its authority's."""
+        """Return when a certificate signed now ends; InvalidInputError if `valid` is too long."""
         authority, _ = signer(self.folder)
         now, last = datetime.now(UTC), authority.not_valid_after_utc
         path = self.folder / CA_FILE

@@ -93,7 +93,7 @@ def chain_of(
 def ended(chain: Chain) -> ChainCertificate | None:
     """Return the expired certificate of a chain; None while all are valid.
 
-    The highest one is returned: certificates newly signed below it would not be valid either.
+    Of several the highest, because certificates newly signed below it would not be valid either.
     """
     return next((link for link in reversed(chain) if link.has_ended), None)
 

@@ -86,7 +86,7 @@ class CompressionSpec(Section):
 
     @property
     def consensus_step(self) -> float:
-        """Return the share of a step, found by trying: the less a payload carries, the shorter."""
+        """Return the consensus step size; by default, the less a payload carries, the smaller."""
         if self.consensus_step_size is not None:
             return self.consensus_step_size
         match self.codec:
@@ -101,7 +101,7 @@ class CompressionSpec(Section):
 
     @property
     def keeps_state(self) -> bool:
-        """Return whether the codec of a shard depends on what it has coded before."""
+        """Return whether a shard's codec keeps state from one payload to the next."""
         return self.has_feedback or self.codec == "low_rank"
 
 

@@ -184,17 +184,17 @@ class ExecutionSpec(Section):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Return the blocks between two whose activations are kept; None without checkpointing."""
+        """Return how many blocks apart activations are kept; None without checkpointing."""
         return self.gradient.interval if isinstance(self.gradient, Checkpointed) else None
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Return the micro-batches of a shard; None without accumulation."""
+        """Return the number of micro-batches per shard; None without accumulation."""
         return self.gradient.steps if isinstance(self.gradient, Accumulated) else None
 
     @property
     def num_workers(self) -> int:
-        """Return the workers that the parallelism asks for: if Automatic, up to 8, one a core."""
+        """Return the number of workers asked for; if Automatic, one per core, up to 8."""
         match self.parallelism:
             case "None":
                 return 1

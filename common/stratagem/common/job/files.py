@@ -176,7 +176,7 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 def _resolve(tag: str, pattern: str, first: str) -> None:
-    """Tag plain scalars that match the pattern; `first` lists their possible first characters."""
+    """Make the loader tag plain scalars that match the pattern. first: their first characters."""
     whole = re.compile(rf"(?:{pattern})\Z")
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, [*first] or [""])
 

@@ -172,13 +172,12 @@ class JobSpec(Section):
 
     @staticmethod
     def from_json(text: str) -> "JobSpec":
-        """Parse the JSON text of a job; cached, since several readers follow."""
+        """Parse the JSON text of a job; cached, as several callers parse the same text."""
         return _read(text, ids.are_checked())
 
     @staticmethod
     def of_run(text: str, numerics: int) -> "JobSpec":
-        """Parse the job of an existing run, with the meaning its text has under these numerics
-        rules."""
+        """Parse the job of an existing run. numerics: the rules that decide what its text means."""
         job = JobSpec.from_json(text)
         if numerics >= KEEPS_DTYPES or job.execution.precision is not None:
             return job

@@ -74,7 +74,7 @@ def flat(strategy: Strategy, path: str = "strategy") -> Strategy:
 
 
 def _why_not_flat(outer: DataParallel, inner: DataParallel, path: str) -> Iterator[Violation]:
-    """Yield an error for each option at `path` that a nested group of replicas cannot have."""
+    """Yield an error for each option at `path` that keeps the two strategies from being one."""
     methods = type(outer.aggregation).__name__, type(inner.aggregation).__name__
     if isinstance(outer.aggregation, Decentralized):
         text = "a node of Decentralized is one worker, and cannot be a group of replicas"
@@ -170,7 +170,7 @@ def _around(strategy: Any, inner: Strategy) -> Strategy:
 def _within(
     whole: Strategy, current: Strategy, graph: GraphSpec, root: GraphSpec, path: str
 ) -> Strategy:
-    """Nest the strategies of all subgraphs in `whole`; `current` is the innermost so far."""
+    """Return `whole` with all subgraphs' strategies nested in it. current: the innermost so far."""
     for sub in graph.subgraphs:
         place = f"{path}.subgraphs.{sub.id}"
         own = sub.graph.training_strategy
@@ -207,7 +207,7 @@ def _trained(graph: GraphSpec) -> Iterator[NodeSpec]:
 
 
 def _nested(whole: Strategy, own: Strategy, place: str) -> Strategy:
-    """Return the strategy with `own` nested at the innermost level that has room for one."""
+    """Return `whole` with `own` nested at its innermost level; unchanged if it is there already."""
     if isinstance(whole, Local):
         return own
     options: Any = whole.options

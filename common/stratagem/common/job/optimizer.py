@@ -149,7 +149,7 @@ class OptimizerSpec(UpdateRuleSpec):
         return schedule if schedule is not None and schedule.name == "plateau" else None
 
     def group_of(self, name: str, num_dims: int) -> str:
-        """Return the name of the group of a parameter."""
+        """Return the name of the first group that holds a parameter, or DEFAULT_GROUP."""
         held = (group.name for group in self.groups or () if group.holds(name, num_dims))
         return next(held, DEFAULT_GROUP)
 
@@ -169,14 +169,14 @@ class GroupedRule:
     """An optimizer with the groups that it updates."""
 
     path: str
-    """The path of the section that names it."""
+    """The path of the section that names the optimizer."""
     rule: UpdateRuleSpec
     groups: Mapping[str, tuple[float, Mapping[str, Any]]]
     """The learning rate and the group's own keywords, keyed by group name."""
 
     def of_group(self, name: str, *, with_shared: bool = True) -> UpdateRuleSpec:
-        """Return the rule with the values of one group. with_shared: and with the keywords that all
-        its groups have."""
+        """Return the rule with the values of one group. with_shared: also with the keywords that
+        apply to all groups."""
         (lr, kwargs), rule = self.groups[name], self.rule
         whole = FrozenDict({**(rule.kwargs if with_shared else {}), **kwargs})
         return UpdateRuleSpec(name=rule.name, entrypoint=rule.entrypoint, lr=lr, kwargs=whole)
@@ -314,7 +314,7 @@ _SWITCHES: Final = frozenset((
     *("amsgrad", "centered", "decoupled_weight_decay", "differentiable", "maximize", "nesterov"),
 ))  # fmt: skip
 _SEVERAL: Final = {"betas": 2, "etas": 2, "ns_coefficients": 3, "step_sizes": 2}
-"""Keywords whose values are lists of numbers, each with the length of the list."""
+"""For each keyword whose value is a list of numbers, the length of the list."""
 _OTHERS: Final = frozenset({"adjust_lr_fn"})
 
 

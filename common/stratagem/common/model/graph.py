@@ -180,7 +180,7 @@ def _ports_fed_twice(graph: GraphSpec) -> list[Violation]:
 
 
 def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
-    """Sort topologically (Kahn, stable); return (order, sources of each id that is not in it)."""
+    """Return a stable topological order (Kahn), and the unsorted sources of each id left out."""
     position = {node: i for i, node in enumerate(graph.node_ids())}
     sources: dict[str, list[str]] = {node: [] for node in position}
     targets: dict[str, list[str]] = {node: [] for node in position}

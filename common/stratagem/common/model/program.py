@@ -29,7 +29,7 @@ class FromNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeInput:
-    """Input `index` of `count` from one value: a member if the value is a tuple, else the value."""
+    """Input `index` of `count` fed by one value: its member if it is a tuple, else the value."""
 
     of: "Source"
     index: int
@@ -48,7 +48,7 @@ Source: TypeAlias = ModelInput | FromNode | NodeInput | Bundle
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of one node's module. node: its id, or its path in nested graphs, such as enc/fc."""
+    """A call of one node's module. node: the id, or path in nested graphs, such as enc/fc."""
 
     node: str
     args: tuple[Source, ...]
@@ -56,7 +56,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ModelProgram:
-    """A model as a list of calls, each after the calls it needs, and its output."""
+    """A model as a list of calls, each after those it depends on, and the model's output."""
 
     calls: tuple[Call, ...]
     output: Source
@@ -129,7 +129,7 @@ def _inline(graph: GraphSpec, prefix: str, given: tuple[Source, ...], calls: lis
 
 
 def _split(given: tuple[Source, ...], count: int, prefix: str) -> tuple[Source, ...]:
-    """Return one source per input node of a graph; a single given source feeds all of them."""
+    """Return one source per input node of a graph; a single given source feeds every input."""
     if len(given) == 1 and isinstance(given[0], Bundle):
         given = given[0].parts
     if len(given) == 1:

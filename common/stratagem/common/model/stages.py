@@ -85,7 +85,7 @@ def plan_stages(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> S
 
 
 def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return the index of the partition of each node."""
+    """Map each node to the index of its partition. Raises InvalidInputError for none or several."""
     if not partitions:
         raise InvalidInputError.at("partitions", "must not be empty")
     names = [call.node for call in program.calls]

@@ -19,7 +19,7 @@ from typing import Final
 from stratagem.common.base.errors import InvalidInputError
 
 FIRST: Final = 1
-"""The number of runs and plans that record none."""
+"""The rules number of runs and plans that record no number."""
 
 CURRENT: Final = 4
 """The number that every newly submitted run gets."""
@@ -38,14 +38,14 @@ OF_SILENT_WORKERS: Final = 2
 
 
 def knows(newest: int, number: int) -> bool:
-    """Return whether a worker knows the rules `number`. newest: the newest that it reports; 0 if it
-    reports none."""
+    """Return whether a worker knows the rules `number`. newest: the newest number that the worker
+    reports; 0 if it reports none."""
     return (newest or OF_SILENT_WORKERS) >= number
 
 
 def check_numerics(number: int) -> int:
-    """Return the number of the rules of a run, FIRST for 0. Raises InvalidInputError if this
-    process does not know it."""
+    """Validate a run's rules number and return it, FIRST for 0. Raises InvalidInputError if this
+    process does not know the number."""
     if not 0 <= number <= CURRENT:
         raise InvalidInputError.at(
             "numerics",

@@ -295,7 +295,7 @@ def agreement(
     level: Level,
     advice: str,
 ) -> Iterator[Finding]:
-    """Yield a finding per package: all processes that have it have one version, or which differ."""
+    """Yield a finding per package: its one version, or which processes have which version."""
     for package in packages:
         by_version: dict[str, list[str]] = {}
         for name, environment in processes.items():

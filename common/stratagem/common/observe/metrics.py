@@ -80,7 +80,7 @@ class LoopLag:
         self.seconds = Durations(BOUNDS_S)
 
     async def run(self) -> None:
-        """Measure the lag until cancelled; a task of the event loop that is measured."""
+        """Measure the lag until cancelled; must run as a task on the event loop to measure."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + INTERVAL_S

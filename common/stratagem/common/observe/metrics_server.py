@@ -213,10 +213,10 @@ async def metrics_served(
     allow_insecure_network: bool,
 ) -> AsyncIterator[str]:
     """Context manager that serves metrics; yields host:port, or "" if port is None, which disables
-    it. Port 0 is any free port. Plaintext is for loopback, unless the operator allows more.
+    metrics. Port 0 is any free port. Plaintext is for loopback, unless the operator allows more.
 
-    deployment: the label of all metrics of this process that it shares with its coordinators and
-    workers, and with no other server.
+    deployment: the label of all metrics of this process; the coordinators and workers of one
+    cluster share it, and no other cluster has it.
     """
     if port is None:
         yield ""
@@ -338,7 +338,7 @@ class CallStats:
         self.refused = Counter[tuple[str, str, str]]({(m, *DEFECT): 0 for m in self.seconds})
 
     def begin(self, method: str) -> float:
-        """Count the begin of a call; return the start time to pass to `end`."""
+        """Count the start of a call; return the start time to pass to `end`."""
         self.num_open[method] += 1
         return time.perf_counter()
 
@@ -390,8 +390,8 @@ METRICS: Final = "metrics"
 
 
 def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
-    """Yield metrics with the begin and end of validity of each certificate, by role; without values
-    if there are none."""
+    """Yield two metrics, the begin and the end of each certificate's validity, labelled by role;
+    without values if there are no certificates."""
     links = _links(settings)
     yield EXPIRY, {(role,): link.ends.timestamp() for role, link in links.items()}
     yield START, {(role,): link.starts.timestamp() for role, link in links.items()}

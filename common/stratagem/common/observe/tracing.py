@@ -70,7 +70,7 @@ def start(process: str, name: str = "") -> bool:
 
 
 def adopt() -> None:
-    """Join the traces of a program that has set up OpenTelemetry itself; for the SDK."""
+    """Join the traces of the program that uses the SDK, if it has set up OpenTelemetry itself."""
     global _tracing
     if _tracing is None and "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace
@@ -79,7 +79,7 @@ def adopt() -> None:
 
 
 def stop() -> None:
-    """Flush the remaining spans, for a bounded time: a collector may be gone."""
+    """Flush the remaining spans, for a limited time, because the collector may be gone."""
     global _tracing
     tracing, _tracing = _tracing, None
     if tracing is not None and tracing.provider is not None:
@@ -148,9 +148,9 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 class Served:
-    """Context manager for the span of a call that a server answers; a call without a parent has
-    none. It is the current span in the task of the call, which ends with it, so nothing is
-    restored."""
+    """Context manager for the span of a call that a server answers; a call without a parent gets no
+    span. The span is current in the call's task, and the task ends with the call, so nothing needs
+    to be restored."""
 
     __slots__ = ("_span",)
 

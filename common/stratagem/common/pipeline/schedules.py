@@ -233,8 +233,8 @@ def suited(hop_s: float, compute_s: float) -> str:
     forward and backward of one micro-batch on one stage, mean over stages.
 
     Under 1F1B with equal stages each pair of forward and backward waits for one hop, so a step
-    takes up to hop_s / compute_s longer; under eager none, at the price of almost twice the
-    activations. Up to the share `EAGER_FROM` memory is worth more.
+    takes up to hop_s / compute_s longer; under eager no pair waits, at the price of almost twice
+    the activations. Up to the share `EAGER_FROM` memory is worth more.
     """
     return "eager" if hop_s > EAGER_FROM * compute_s else "1f1b"
 
@@ -300,7 +300,7 @@ def base_of(boundary: int, num_micro_batches: int) -> int:
 
 def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
     """Return the message tag of one transfer. Raises LimitError if a number does not fit,
-    InvalidInputError for one below 0, whose tag would be that of another transfer."""
+    InvalidInputError for one below 0, whose tag would belong to another transfer."""
     _not_negative("base", base)
     _not_negative("micro_batch", micro_batch)
     direction = "backward" if backward else "forward"
@@ -319,7 +319,7 @@ def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
 
 
 def control_tag(num_boundaries: int, num_micro_batches: int, number: int) -> int:
-    """Return the tag of control message `number`, one of those sent once per step."""
+    """Return the tag of control message `number`; each control message is sent once per step."""
     _not_negative("number", number)
     tag = base_of(num_boundaries, num_micro_batches) + number
     if tag > MAX_TAG:

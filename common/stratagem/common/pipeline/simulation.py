@@ -22,7 +22,7 @@ def check(
     """Check that a schedule does all work once, on the right rank, in ascending order, and ends.
 
     rank_of: the rank of each stage. needs: for each stage the stages whose activations it needs; by
-    default the one before it. Raises InvalidInputError, which shows the schedule as a grid.
+    default the previous stage. Raises InvalidInputError, which shows the schedule as a grid.
     """
     _check_complete(schedule, rank_of, num_micro_batches, backward)
     if needs is None:

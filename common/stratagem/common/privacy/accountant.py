@@ -24,9 +24,9 @@ NEEDED: Final = "needs the package dp-accounting: pip install 'stratagem[privacy
 
 MAX_NOISE_MULTIPLIER: Final = 1000.0
 _STEPS_PER_UNIT: Final = 1000
-"""Calibrated noise multipliers are multiples of 1/1000."""
+"""Calibrated noise multipliers are multiples of one over this number."""
 _LEAST_STEPS: Final = _STEPS_PER_UNIT // 10
-"""The least noise tried, 1/10; less spends an epsilon of hundreds, which takes minutes."""
+"""The least noise tried, 1/10: less would spend an epsilon of hundreds, and compute for minutes."""
 _MAX_STEPS: Final = int(MAX_NOISE_MULTIPLIER * _STEPS_PER_UNIT)
 _MAX_GUESSES: Final = 12
 """The number of interpolated guesses after which calibration falls back to bisection."""

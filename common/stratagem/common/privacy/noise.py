@@ -108,8 +108,8 @@ class PrivacySecret:
     def __init__(
         self, path: Path | None, *, may_make: bool = False, missing: str = _OF_ALL
     ) -> None:
-        """Take the path of the secret; None if none is configured and none may be made. missing:
-        the advice in that case."""
+        """Take the path of the secret; None if no path is configured and no secret may be made.
+        missing: what the error then advises."""
         self._path = path
         self._may_make, self._missing = may_make, missing
         self._making = threading.Lock()
@@ -124,8 +124,8 @@ class PrivacySecret:
     def get(self, fingerprint: str) -> bytes:
         """Return the secret; make it if there is none and no run has used one.
 
-        fingerprint: that of the secret that the run has used; empty before its first round. Raises
-        SecretLostError if the secret differs.
+        fingerprint: identifies the secret that the run has used; empty before its first round.
+        Raises SecretLostError if the secret differs.
         """
         self.check_usable()
         assert self._path is not None

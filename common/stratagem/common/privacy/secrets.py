@@ -45,7 +45,7 @@ PROTOCOL: Final = b"stratagem secure aggregation 1"
 
 @dataclass(frozen=True, slots=True)
 class SecureRound:
-    """The identity of one attempt of one secure round; keys derived for it are used in no other."""
+    """The identity of one attempt of one secure round; an attempt's keys are used in no other."""
 
     run_id: str
     party: Party
@@ -114,7 +114,7 @@ class PublicKeys:
 
 @dataclass(frozen=True, slots=True)
 class HeldShare:
-    """A holder's shares of a client's self mask and mask key; only one may ever be revealed."""
+    """A holder's shares of a client's self mask and mask key; the holder may reveal only one."""
 
     self_mask: bytes
     mask_key: bytes

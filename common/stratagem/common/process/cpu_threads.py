@@ -108,8 +108,8 @@ def _first_number(text: str) -> int:
 
 
 def _folders(own_groups: Path, root: Path) -> Iterator[Path]:
-    """Yield the folders of a process's control groups and of all groups above. In a container their
-    names may be those outside of it, and only the topmost folder exists."""
+    """Yield the folders of a process's control groups and of all groups above. In a container the
+    names may be the host's, and then only the topmost folder exists."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:

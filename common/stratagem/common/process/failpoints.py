@@ -110,7 +110,7 @@ FAILPOINTS: Final = (
     "worker.audit.within_line",
     "worker.audit.after_line",
 )
-"""The names of all failpoints in the source; a test compares the two."""
+"""The names of all failpoints; a test checks that the source has exactly these."""
 
 
 @functools.cache

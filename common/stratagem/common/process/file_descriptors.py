@@ -5,7 +5,7 @@ from typing import Final
 import structlog
 
 ENOUGH: Final = 256
-"""The limit below which a process warns: each connection and open file takes a descriptor."""
+"""The limit on open files and connections, together, below which a process warns."""
 _WANTED: Final = 65_536
 
 log = structlog.get_logger()

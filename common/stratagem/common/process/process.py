@@ -41,7 +41,7 @@ def malloc_note() -> str:
 
 
 def tune_malloc() -> str:
-    """Set four allocator options that the operator has not set; return a sentence for the log."""
+    """Set those of four malloc options that the operator has not; return a sentence for the log."""
     global _said
     _said = _tuned()
     return _said

@@ -38,7 +38,7 @@ PRELOADED: Final = (
     "torch",
     "stratagem.worker.process.main",
 )
-"""The modules to import, in order: a coordinator needs no torch, and starts meanwhile."""
+"""The modules to import, in order; a coordinator can start before torch is imported."""
 READ_WHILE_LOADED: Final = (
     *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
@@ -117,7 +117,7 @@ class Fork:
         (self._pidfd,) = descriptors
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while it runs."""
+        """Return the exit status, or None while the process runs."""
         return self._look(0)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -153,7 +153,7 @@ class Fork:
 
 
 class _ForkServer:
-    """The client side of this process's fork server; a fork of this process starts another."""
+    """The client side of this process's fork server; a fork of this process starts its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

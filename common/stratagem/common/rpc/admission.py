@@ -48,8 +48,8 @@ class Admission:
 
     @contextmanager
     def entered(self, method: str) -> Iterator[None]:
-        """Context manager that counts a call as open. Raises LimitError if too many are. method:
-        its full path."""
+        """Context manager that counts a call as open. Raises LimitError if too many calls are open.
+        method: the call's full path."""
         if method.rpartition("/")[2] in self.limits.unlimited:
             yield
             return

@@ -105,7 +105,7 @@ _LOOK_EVERY_S: Final = 1.0
 @dataclass(frozen=True, slots=True)
 class Proof:
     """The files with which a process authenticates itself to servers and verifies them; without
-    files it uses plaintext."""
+    files the process uses plaintext."""
 
     tls: TlsFiles | None = None
     token_file: str | PathLike[str] | None = None
@@ -164,7 +164,7 @@ def open_channel(
 
 
 def _shallow_options(address: str) -> Options:
-    """Return the read-ahead limits for an address; a unix socket may lead into a tunnel."""
+    """Return an address's read-ahead limits; a unix socket counts as remote: it may be a tunnel."""
     is_near = not address.startswith("unix:") and is_loopback(address.rpartition(":")[0])
     return NEAR_OPTIONS if is_near else SHALLOW_OPTIONS
 

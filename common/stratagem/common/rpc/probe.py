@@ -215,7 +215,7 @@ def explain(
     lasting: bool = False,
 ) -> str:
     """Probe a server by hand, and describe why a caller cannot connect; "" if a handshake works, or
-    no server can be reached at all. lasting: as in identity_problem."""
+    no server can be reached at all. lasting: leave out transient causes."""
     probe = _Probe(address, timeout_s, proxy_for(address, proxy))
     try:
         if proof.tls is None:

@@ -102,7 +102,7 @@ def make_server(
     """Return a gRPC server with our options and rules; add services to it, `bind` it, start it.
 
     gate: the authorizer; without it, as in servers without TLS, all callers are admitted. calls:
-    the counts. on_refusal: functions keyed by the name of a call with one request, such as
+    counts the calls. on_refusal: functions keyed by the name of a call with one request, such as
     "RegisterWorker".
     """
     rules = _Rules(gate or Authorizer(), calls or CallStats(), Admission(limits), on_refusal)
@@ -205,7 +205,7 @@ class _Rules(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Handler, call: "_Call") -> Handler:
-    """Wrap a handler with our rules; the result takes a stream of requests, even if only of one."""
+    """Wrap a handler with our rules; the result reads even a single request as a stream."""
     behaviour = getattr(handler, _KINDS[(handler.request_streaming, handler.response_streaming)])
     make: Callable[..., Handler] = grpc.stream_unary_rpc_method_handler
     if handler.response_streaming:

@@ -81,13 +81,13 @@ R = TypeVar("R")
 KeepUp = Callable[[], Awaitable[None]]
 
 FrameSource = Callable[[int], Iterator[bytes]]
-"""Yields the content from an offset on as serialized messages with chunks; see `frames`."""
+"""Yields the content from an offset on, as serialized messages that carry chunks."""
 
 SizeOf = Callable[[Any, Manifest], int]
 """Returns the number of bytes of a stream, given its first message and the manifest in it."""
 
 Accept = Callable[[Manifest], Sink | memoryview]
-"""Called once with the checked manifest; returns the destination of the bytes, or raises."""
+"""Called once with the checked manifest; returns where to write the bytes, or raises."""
 
 
 # ---- The side that serves ----
@@ -106,8 +106,8 @@ async def serve_get(
     """Yield the responses of a download: the manifest, then the content from `offset` on.
 
     check: called with each frame and its offset before it is sent. num_bytes: the size of the
-    content, where the manifest describes more. is_counted: the bytes count as sent already. The
-    content is yielded serialized; servers of `rpc.server` pass it on unchanged.
+    content, where the manifest describes more. is_counted: the bytes are counted as sent already.
+    The content is yielded serialized; servers of `rpc.server` pass it on unchanged.
     """
     size_bytes = manifest.total_bytes if num_bytes is None else num_bytes
     check_offset(offset, size_bytes)
@@ -218,7 +218,7 @@ async def pull(  # noqa: PLR0913  (all but two have the usual defaults)
     """Download a tensor stream to the destination that `accept` returns; resume after a cut.
 
     `open_call(offset)` starts the call; `offset` > 0 continues a download of an earlier process.
-    `size_of` returns the size of the stream, by the first message of each call. `near` is tried
+    `size_of` computes the size of the stream from the first message of each call. `near` is tried
     once, before `open_call`. Raises a StratagemError; the sink then has an unusable part.
     """
     download = _Download(accept, limits, purpose, offset, codecs, size_of)
@@ -289,7 +289,7 @@ async def _receive(
     keep_up: KeepUp | None,
     near: Near | None,
 ) -> bool:
-    """Receive the messages of a call; return False if it offers a file that cannot be read."""
+    """Receive the content of a call; return False if it is in an offered, unreadable file."""
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":

@@ -230,7 +230,7 @@ class DocumentValue(metaclass=_MadeInCode):
 
 
 def _said(error: ValidationError, cls: type, document: JSON = None) -> InvalidInputError:
-    """Return a pydantic error as ours, its violations in the order of the document."""
+    """Convert a pydantic error to InvalidInputError, with violations in the document's order."""
     found = to_invalid_input(error, cls).violations
     return InvalidInputError(violations=in_order(found, document))
 
@@ -376,7 +376,7 @@ MetricName: TypeAlias = Annotated[
 @dataclass(frozen=True, slots=True)
 class UpTo:
     """An upper bound on the number of items that are kept one by one, so that no document can
-    exhaust memory. It is lifted with the other limits, for jobs that were accepted before."""
+    exhaust memory. The bound is lifted, as other limits are, for jobs accepted before."""
 
     le: int
 

@@ -29,7 +29,7 @@ from stratagem.common.schema.rules import (
 BOUNDS: Final[Mapping[str, str]] = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """The names of numeric constraints, each with its comparison sign."""
 TECHNICAL: Final = 2**62 - 1
-"""Larger bounds belong to a database column or a seed, and are only named if exceeded."""
+"""Bounds above this come from a database column or a seed; they are only named if exceeded."""
 _BOUND_OF: Final = {
     "greater_than": "gt",
     "greater_than_equal": "ge",
@@ -49,7 +49,7 @@ _NOT_A: Final[Mapping[str, str]] = {
 
 def to_invalid_input(error: ValidationError, cls: Any, value: object = None) -> InvalidInputError:
     """Translate a validation error of `cls`, one class of a document, and add the violations that
-    its rules find among the fields that are right."""
+    the class's rules find among its valid fields."""
     details = error.errors(include_url=False)[:MAX_VIOLATIONS]
     cause = details[0].get("ctx", {}).get("error")
     if isinstance(cause, InvalidInputError) and not details[0]["loc"] and cause.violations:

@@ -64,7 +64,7 @@ def found_by(
 
 
 def further(found: Iterable[Violation], known: Iterable[Violation]) -> list[Violation]:
-    """Return the violations about fields without a known violation; others may only be
+    """Return the violations of fields without a known violation, because others may only be its
     consequences."""
     fields = {each.field for each in known}
     return [each for each in found if each.field not in fields]
@@ -89,8 +89,8 @@ def _rules_of(cls: Any) -> tuple[str, ...]:
 
 
 def partial(cls: Any, value: object, wrong: Mapping[str, Any]) -> Any:
-    """Return a Partial with the readable fields of a mapping; None if it is no mapping, or cannot
-    be read even so.
+    """Return a Partial with the readable fields of a mapping; None if the value is no mapping, or
+    cannot be read even without the invalid fields.
 
     wrong: the invalid fields, each with its readable part or UNREAD.
     """

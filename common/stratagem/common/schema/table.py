@@ -214,7 +214,7 @@ def value_at(made: Any, path: Path) -> Any:
 
 
 def _at(made: Any, path: Path) -> tuple[Any, Any]:
-    """Return the value at a path and, first, the object that contains it."""
+    """Return the object that contains the value at a path, and then that value."""
     around = None
     for step in path:
         around = made

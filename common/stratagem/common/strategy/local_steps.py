@@ -38,7 +38,7 @@ DEFAULT_OUTER: Final = Nesterov()
 DEFAULT_MIX: Final = 0.5
 """The share of its own parameters that a replica keeps by default if there is an overlap."""
 DEFAULT_UPLOAD_EVERY: Final = 10
-"""Commits per upload of the state that only one worker holds."""
+"""The default number of commits per upload of the state that only one worker holds."""
 
 
 class OuterSchedule(Protocol):

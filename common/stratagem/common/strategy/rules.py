@@ -139,7 +139,7 @@ _OF_A_REGION: Final = (
     *("local_epochs", "quorum", "round_deadline_s"),
     *("over_select", "on_client_error", "on_missing_quorum"),
 )
-"""Options that an inner federation may set; others need single updates, or all of them together."""
+"""Options that an inner federation may set; others need each update, or all at once."""
 
 
 def check_federations_inside(strategy: Any) -> Iterator[Violation]:

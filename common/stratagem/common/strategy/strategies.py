@@ -382,7 +382,7 @@ def fewest_mirrored(strategy: Strategy) -> int | None:
 
 
 def upload_every_of(strategy: Strategy) -> int:
-    """Return the commits per upload of the state that only one worker holds; 1: every commit."""
+    """Return after how many commits state that only one worker holds is uploaded; 1: after each."""
     if not isinstance(strategy, DataParallel) or strategy.options.local_steps is None:
         return 1
     return strategy.options.upload_every or DEFAULT_UPLOAD_EVERY
@@ -464,7 +464,7 @@ def parse_strategy(source: object) -> Strategy:
 
 
 def dump_strategy(strategy: Strategy) -> dict[str, JSON]:
-    """Return the strategy as JSON: the tag, then the fields; without extras, the shared form."""
+    """Return the strategy as JSON, tag first; without extras it is the form shared with Rust."""
     written = _Document(strategy=strategy).document()["strategy"]
     assert isinstance(written, dict)
     return written

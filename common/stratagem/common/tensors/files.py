@@ -34,7 +34,7 @@ MAX_HEADER_BYTES: Final = 32 * 2**20
 _PREFIX_BYTES: Final = 8
 
 FileSource = Callable[[int], Iterator[bytes]]
-"""A source of stream data (see `chunks`) whose pieces are contiguous in memory."""
+"""Yields stream data from an offset on, in pieces that are contiguous in memory."""
 
 
 class Seekable(Protocol):

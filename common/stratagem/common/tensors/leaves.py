@@ -193,7 +193,7 @@ class StateHasher:
 
 
 def state_digest(manifest: Manifest, pieces: Iterable[Any]) -> Digest:
-    """Return the digest of a state whose data are `pieces`; see StateHasher."""
+    """Return the digest, of file or leaves as the manifest says, of a state with these `pieces`."""
     hasher = StateHasher(manifest)
     for piece in pieces:
         hasher.update(piece)

@@ -102,7 +102,7 @@ def offer(
     name: str = "",
 ) -> tensor_pb2.OpenFile:
     """Make the message that offers an open file of this process. sums: the CRC32C of its pieces.
-    name: that of a copy of memory."""
+    name: the name of a copy of memory."""
     return tensor_pb2.OpenFile(
         place=place(),
         process=os.getpid(),
@@ -177,7 +177,7 @@ def _memory_device() -> int:
 
 
 def opened_copy(file: tensor_pb2.OpenFile) -> OpenedFile | None:
-    """Open an offered copy of memory, and check that it is one; see `opened`."""
+    """Open an offered file as `opened` does, and check that it is a copy of memory."""
     if not _COPY_NAME.fullmatch(file.name):
         raise IntegrityError("an open file was offered that is no copy of a snapshot")
     found = opened(file, file.name)

@@ -103,7 +103,7 @@ class Manifest:
     codec: str = ""
     """The codec of the tensors, a key of CODECS; coded tensors are payloads of type uint8."""
     is_in_leaves: bool = False
-    """The digest is that of the state's leaves (`leaves.py`), not of its file."""
+    """The digest is of the state's list of leaves (`leaves.py`), not of its file."""
 
     def stored(self) -> tuple[TensorSpec, ...]:
         """Return the tensors that are no aliases, ordered by offset."""

@@ -371,7 +371,7 @@ RECEIVED: Final = "received"
 
 
 class Flow:
-    """A counter of bytes, for one direction and one purpose or engine."""
+    """A counter of the bytes sent, or received, for one purpose or by one mesh engine."""
 
     __slots__ = ("num_bytes",)
 
