@@ -19,6 +19,7 @@ RECORDINGS = "whose recordings are drawn in one time, with the error that is kno
 EXPIRY = "certificates, tokens and keys are valid from one date to another"
 MAY_READ: Mapping[str, str] = {
     "client/cli/queries.py": "when a report was made",
+    "client/cli/verify.py": "when a certificate was made",
     "client/cli/identity.py": EXPIRY,
     "client/dashboard/app.py": "when a report was made",
     "client/dashboard/stream.py": "tells a page the time, by which it says how old things are",
