@@ -169,7 +169,7 @@ class Readers(Protocol):
     """Interface of processes that fetch and collate rows ahead of their use."""
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
-        """Return `dataset.read(order)`."""
+        """Return the batch of an order, the same as `dataset.read(order)`."""
 
     def expect(self, coming: Iterator[ReadOrder]) -> None:
         """Read these batches ahead, instead of those expected before."""

@@ -293,7 +293,7 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """The values logged by on_step for the latest step, and if it wants to end the training."""
+    """What on_step logged for the latest step, and whether it asks to end the training."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False
@@ -313,7 +313,7 @@ class AnswerExtras:
     to all members; empty if the job has no on_step."""
 
     def __init__(self, callbacks: Callbacks, first: int) -> None:
-        """Plan the places. first: the index of the first one among the extras."""
+        """first: the index of the first of these values among the extras."""
         self.num_extras = NUM_EXTRAS if callbacks.sees_steps else 0
         self._first = first
 

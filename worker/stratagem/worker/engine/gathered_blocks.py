@@ -4,8 +4,8 @@ they are needed (ZeRO stage 3, https://arxiv.org/abs/1910.02054).
 Before the forward pass of a block its parameters are gathered into fresh storage. What autograd
 saves of them for backward is a note of the place, and they are gathered again when backward asks
 for it. So backward never finds storage that was freed or written over, whatever the model's graph
-is; and of all blocks one is here at a time. Parameters that belong to no block, or to several, are
-here from the beginning of a pass to its end. Must not know how parameters travel.
+is, and only one block is in memory at a time. Parameters that belong to no block, or to several,
+are here from the beginning of a pass to its end. Must not know how parameters travel.
 """
 
 import weakref

@@ -33,7 +33,7 @@ AVERAGE: Final = "average/"
 """Prefix of the names of the averaged parameters in a state."""
 _NUM_AVERAGED: Final = "num_averaged"
 State = tuple[dict[str, Tensor], dict[str, str]]
-"""(tensors by name, metadata)."""
+"""A state: (tensors by name, metadata)."""
 
 
 class WeightAverage:

@@ -37,7 +37,7 @@ class Setup:
     randomness: KeyedRandomness
     execution: ModelExecution
     numerics: int
-    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
+    """Version of the rules that fix results bit for bit; see stratagem.common.numerics.rules."""
     entrypoints: EntryPoints
     epoch_rows: EpochRows | None = None
     """The order of the training rows; None to shuffle them in each epoch."""

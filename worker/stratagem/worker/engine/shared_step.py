@@ -316,8 +316,8 @@ class SharedStep:
         *,
         must_weigh: bool,
     ) -> _Sums:
-        """Compute the own shards, and wait for the sums over all. number: of the exchange, from 1.
-        must_weigh: the divisor is not known in advance."""
+        """Compute this member's shards, and wait for the sums over all. number: the exchange's,
+        from 1. must_weigh: the divisor is not known in advance."""
         exchange, owned = share.exchange, share.owned
         live = split_rows(batch.num_rows, min(share.num_shards, batch.num_rows))
         wish = wish_of(share.answer, stop=share.stop)
@@ -399,8 +399,8 @@ class SharedStep:
         summary: StepSummary,
         exchange: Reducer | None,
     ) -> StepReport:
-        """Apply the update with the present gradients. exchange: None if the others have left
-        it."""
+        """Apply the update with the present gradients. exchange: None if the other members have
+        left."""
         scalars, scale, policy = sums.scalars, self.setup.execution.scale, turn.policy
         scale_before = scale.value
         if self.setup.callbacks.takes_gradients:

@@ -27,7 +27,7 @@ from stratagem.worker.phases import PhaseTraining
 # ---- State of a trainer ----
 
 State = tuple[dict[str, Tensor], dict[str, str]]
-"""(tensors by name, metadata)."""
+"""A state: (tensors by name, metadata)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TrainerState:
         return tensors, state_format.state_metadata(step, numbers)
 
     def parts(self) -> State:
-        """Return the same as `live`, without the number of steps."""
+        """Return the same (live tensors, metadata) as `live`, without the number of steps."""
         tensors, numbers = self._optimizer_state()
         numbers |= self.scale.metadata()
         if self.schedule is not None:
@@ -164,7 +164,7 @@ class Exchange(Protocol):
         """Make a running step raise, here and soon at the peers; from any thread."""
 
     def close(self) -> None:
-        """Free everything; call `cut` first."""
+        """Free all connections; call `cut` first."""
 
 
 Exchange_contra = TypeVar("Exchange_contra", contravariant=True)

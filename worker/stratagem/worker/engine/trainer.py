@@ -180,8 +180,8 @@ class Trainer:
         return report
 
     def finish_step_in_doubt(self, norm: float, *, is_finite: bool) -> StepReport:
-        """Apply the step whose norm did not arrive, as other members have; their updates come
-        later, with the slices of all."""
+        """Apply the step whose norm did not arrive, since other members have applied it; their
+        updates come later, with the slices of all."""
         assert self.pieces is not None
         assert self.pieces.in_doubt is not None
         report = self.pieces.in_doubt.finish(norm, is_finite)

@@ -51,9 +51,9 @@ class Tree:
     """One member's messages and additions in the tree for a small bucket, in order."""
 
     up: tuple[Hop | Addition, ...]
-    """The way up; at its end member 0 has the sum in its set 0."""
+    """The operations up the tree, after which member 0 has the sum in its set 0."""
     down: tuple[Hop, ...]
-    """The way down; at its end all members have the sum."""
+    """The messages down the tree, after which all members have the sum."""
 
 
 def plan_tree(

@@ -230,7 +230,7 @@ class ServerTransport:
         deadline_s: float,
         coded: CodedFreight | None = None,
     ) -> None:
-        """Begin. coded: used instead of sums in steps where it takes fewer bytes."""
+        """coded: sent instead of sums in steps in which coded messages take fewer bytes."""
         self.deadline_s = deadline_s
         self.num_buckets = len(layout.buckets)
         self._sums, self._coded = SumFreight(layout, rank, side.device), coded

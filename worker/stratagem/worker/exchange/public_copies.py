@@ -62,7 +62,7 @@ _MODEL: Final = "model/"
 
 
 class PublicCopies:
-    """The public copies of the own nodes and of their neighbours. Used by one thread."""
+    """The public copies of this member's nodes and of their neighbours. Used by one thread."""
 
     def __init__(
         self,

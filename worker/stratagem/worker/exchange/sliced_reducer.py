@@ -137,6 +137,6 @@ class FragmentExchange:
             reducer.cut()
 
     def close(self) -> None:
-        """Free everything."""
+        """Free the links and memory of all fragments."""
         for reducer in self.reducers:
             reducer.close()

@@ -42,7 +42,7 @@ class StepScalars:
     loss_sum: float
     """The sum of mean loss · weight."""
     stop: float
-    """Number of shards whose member requests a stop after this step; `END` is for one before."""
+    """Number of shards whose member requests a stop after this step; `END`: before it."""
     reached: Sequence[float]
     """Number of shards whose backward reached each parameter. NaN in the first marks that a codec
     met a gradient that was not finite, so that all members know."""
@@ -129,19 +129,19 @@ class SoloTransport:
                 total.div_(self._divisor)
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """See `SliceTransport`: a lone member owns everything."""
+        """Return the only member's numbers: a lone member owns everything."""
         return [own]
 
     def open_sums(self) -> Sequence[Tensor]:
-        """See `SliceTransport`: there is no member before this one."""
+        """Return the member's buckets: there is no member before it."""
         return self._sums
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
-        """See `SliceTransport`."""
+        """Return the member's buckets, which have all slices."""
         return [self._sums]
 
     def close_slices(self) -> None:
-        """See `SliceTransport`."""
+        """Do nothing: nobody else reads the slices."""
 
     def cut(self) -> None:
         self._is_cut = True

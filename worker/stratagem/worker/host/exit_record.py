@@ -131,7 +131,7 @@ class LastWords:
             self._say(who)
 
     def step(self, number: int) -> None:
-        """Record the number of applied steps (of a client: of begun steps)."""
+        """Record the number of applied steps (while a client trains: of begun steps)."""
         if self._map is not None:
             struct.pack_into("<q", self._map, _STEP, number)
 

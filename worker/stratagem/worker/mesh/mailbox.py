@@ -156,7 +156,7 @@ class Mailbox:
 
     @property
     def reason(self) -> str:
-        """The reason of the end; "" before it."""
+        """The reason why the mailbox has ended; "" until then."""
         return self._end
 
     @property
@@ -317,5 +317,5 @@ def _mismatch(receive: Receive, spec: TensorSpec) -> str:
 
 
 def _room(size_bytes: int) -> memoryview:
-    """Return memory that is allocated as it is written: an announced message may never come."""
+    """Return memory that is allocated only when written, as an announced message may never come."""
     return np.empty(size_bytes, np.uint8).data

@@ -135,7 +135,7 @@ def host_identity() -> str | None:
 def connect(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Return a socket to each other member, by rank. addresses: those of the listeners, by rank.
+    """Return a socket to each other member, by rank. addresses: the listeners' addresses, by rank.
 
     Closes the listener. Raises UnshareableError when a member cannot be reached at all, as when it
     has just died. Raises ExchangeError when one does not connect.

@@ -178,7 +178,7 @@ class _Way:
         self._out = bytearray()
         """Bytes of notices that did not fit into the socket yet."""
         self._out_fds: list[int] = []
-        """File descriptors of slots announced in these notices."""
+        """File descriptors of the slots that the notices in `_out` announce."""
         self._in = bytearray()
         self._in_fds: deque[int] = deque()
         box.enter(peer)

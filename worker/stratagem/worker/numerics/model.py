@@ -249,8 +249,8 @@ def prepare(
     randomness: KeyedRandomness,
     numerics: int = CURRENT,
 ) -> ModelExecution:
-    """Apply the job's execution settings to the model, in place. numerics: version of the rules of
-    bits. Raises InvalidInputError for settings that this worker cannot apply."""
+    """Apply the job's execution settings to the model, in place. numerics: version of the rules
+    that decide the bits. Raises InvalidInputError for settings that this worker cannot apply."""
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
     check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)

@@ -288,7 +288,7 @@ def _gathered(
     survival: Survival,
     share: StateShare,
 ) -> Trainer:
-    """Send the slices that others need from here, receive all others, and load the own share."""
+    """Send the slices that others need from here, receive all others, and load its own share."""
     me, given = view.rank, dict[int, State]()
     kept = _kept(work, survival, members, me)
     if kept is not None and me in survival.givers:
@@ -354,7 +354,7 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
 def _gift(
     work: ExecutionContext, survival: Survival, kept: KeptSlices, members: Members, me: int
 ) -> State:
-    """Return copies of the slices, and as donor of the rest, that this member gives to others."""
+    """Return copies of the slices that this member gives to others; a donor adds the rest."""
     tensors, metadata = kept.given(survival.slices_of(me))
     if me != survival.donor:
         return tensors, metadata

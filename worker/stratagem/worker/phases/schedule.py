@@ -38,7 +38,7 @@ _LEAST_DEVIATION: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LossSummary:
-    """Statistics of all kept losses. variance: of the population."""
+    """Statistics of all kept losses. variance: the population variance."""
 
     mean: float
     variance: float
@@ -316,12 +316,12 @@ class PhaseError(RuntimeError):
 
 
 def initial(spec: PhasesSpec) -> State:
-    """Return the state before the first step."""
+    """Return the schedule's state before the first step."""
     return State(configured(spec))
 
 
 def begin(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> State:
-    """Open the next step and return the state; the same state if a step is open already."""
+    """Open the next step and return the schedule's new state; unchanged if a step is open."""
     if state.is_open:
         return state
     phase = _next_phase(state, spec)
@@ -341,7 +341,7 @@ def end(
     checks: tuple[Quality, ...] = (),
     numerics: int = CURRENT,
 ) -> State:
-    """Close the open step and return the state.
+    """Close the open step; return the new state.
 
     loss: mean over the global batch in an exact step; a predicted step has none. checks: quality of
     predictions of this step's gradient; see `check_due` and `back_test_due`. Raises PhaseError if
@@ -378,7 +378,7 @@ def needed_full_steps(state: State, spec: PhasesSpec) -> int:
 
 
 def check_due(state: State) -> bool:
-    """Return whether the open step is the first exact one after predictions."""
+    """Return whether the open step must check predictions, as the first exact step after some."""
     return state.is_open and state.phase.is_exact and state.num_since_exact > 0
 
 

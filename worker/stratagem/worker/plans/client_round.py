@@ -61,8 +61,8 @@ def coded_update(
     client: int,
     numerics: int = CURRENT,
 ) -> tuple[Frozen, dict[str, int]] | None:
-    """Return (encoded update, bytes saved; see TrainResult.traffic). None if it is not finite: the
-    update is then sent uncoded, and the coordinator rejects it."""
+    """Return (encoded update, bytes saved; see TrainResult.traffic). None if the update is not
+    finite: it is then sent uncoded, and the coordinator rejects it."""
     assert job.compression is not None
     whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
     coded = [

@@ -54,7 +54,7 @@ class Frozen:
     """The previous member's mirrored slice of the same state; None without a mirror."""
 
     def named(self, name: str) -> "Frozen":
-        """Return this state or its mirror, by name. Raises NotFoundError."""
+        """Return this state or its mirror, by name. Raises NotFoundError for other names."""
         for state in (self, self.mirror):
             if state is not None and state.name == name:
                 return state
@@ -308,8 +308,7 @@ class KnownLeaves:
     """Digests of the leaves of the latest hashed snapshot of a session."""
 
     def __init__(self, glimpsing: _Glimpsing) -> None:
-        """Begin without digests. glimpsing: provides a named snapshot briefly, if it still
-        exists."""
+        """glimpsing: provides a named snapshot briefly, if it still exists."""
         self._glimpsing = glimpsing
         self._name, self._layout = "", _Layout()
         self._digests: dict[int, bytes] = {}
@@ -334,7 +333,7 @@ class LeafHasher:
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
-        """Begin. known: digests of the base's leaves. found: receives those of this state."""
+        """known: digests of the base's leaves. found: receives those of this state."""
         self._glimpsing, self._known, self._found = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 
