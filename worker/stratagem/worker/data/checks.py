@@ -73,7 +73,7 @@ def values_of(value: Any, path: str = "the row") -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint(value: Any) -> str:
-    """Return the type of a leaf and, where its value is visible, a digest of it."""
+    """Return the type of a leaf and, if its value is visible, a digest of the value."""
     return f"{type(value).__name__} {_text(value)}"
 
 

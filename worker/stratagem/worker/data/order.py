@@ -65,7 +65,7 @@ class BatchOrder:
         return epoch, batches[place]
 
     def _cut(self, epoch: int, number: int) -> Sequence[Tensor]:
-        """Make the batches of one block."""
+        """Cut the row numbers of one block of batches."""
         order = self._orders.get(epoch)
         if order is None:
             order = self._epoch_rows(epoch)
@@ -172,7 +172,7 @@ def _users(
     function: Callable[..., Any], dataset: Dataset, job: JobSpec, epoch: int
 ) -> Tensor | list[Tensor]:
     """Call the user's function with (data set, epoch), twice, and return its result. Raises
-    InvalidInputError if it is not pure."""
+    InvalidInputError if the results differ."""
     first, again = (_call_for_order(function, dataset, job.seed, epoch) for _ in range(2))
     if first != again:
         raise InvalidInputError.at(

@@ -434,7 +434,7 @@ def client_rows(
     num_clients: int,
     seed: int,
 ) -> list[Tensor]:
-    """Return the rows of every client. `labels` may be None where the method needs none."""
+    """Return the rows of every client. `labels` may be None if the method needs none."""
     if partition is None or partition.method == "contiguous":
         return contiguous(num_rows, num_clients)
     if labels is None or labels.dim() != 1 or labels.is_floating_point():

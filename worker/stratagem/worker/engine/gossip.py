@@ -38,7 +38,7 @@ from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShar
 # ---- Gossip trainer ----
 
 _NUM_COLUMNS: Final = 6
-"""Number of columns of the table that sums up a segment."""
+"""Number of columns in the table of each node's sums over a segment."""
 
 
 NODE: Final = "node"
@@ -77,8 +77,7 @@ class GossipTrainer:
         """The latest exact consensus distance, shown until the next measurement."""
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Announce the coming steps, so that micro-batches of this member's nodes are read
-        ahead."""
+        """Announce the coming steps: micro-batches of this member's nodes are then read ahead."""
         self._models.expect(num_shards, self.step, to_step)
 
     def lower_rates(self, num_reductions: int) -> None:
@@ -191,7 +190,7 @@ class GossipTrainer:
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
         """Copy the state to the CPU, sorted by name: `node<i>/…` of this member's nodes, and the
-        mean on the first member. into: see `state_format.copied`."""
+        mean on the first member. into: tensors that may be overwritten."""
         tensors, metadata = self._state(is_first=is_first)
         return state_format.copied(tensors, into), metadata
 

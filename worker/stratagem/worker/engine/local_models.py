@@ -84,7 +84,7 @@ class LocalModel:
 
 
 def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalModel:
-    """Make the local trainer of this model. num_steps: of the whole job."""
+    """Make the local trainer of this model. num_steps: number of steps in the whole job."""
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = setup.optimizer_of(params)
     randomness = KeyedRandomness(model, setup.gather.device)

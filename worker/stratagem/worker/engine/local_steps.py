@@ -418,8 +418,7 @@ class LocalStepsTrainer:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Make a step of each replica of this member, and the outer step of all replicas if it is
-        due.
+        """Make a step of each replica here, and the outer step of all replicas if it is due.
 
         A replica is a shard; `stop` is ignored, as replicas have no step in common. The loss covers
         these replicas; numbers measured when replicas are joined cover all. After an error the
@@ -469,15 +468,15 @@ class LocalStepsTrainer:
             return self.evaluator().parts_of(share)
 
     def copy_common_state(self, into: Mapping[str, Tensor] = state_format.NOTHING) -> State:
-        """Copy the state that all members share to the CPU, sorted by name. into: see
-        `state_format.copied`."""
+        """Copy the state that all members share to the CPU, sorted by name. into: tensors that may
+        be overwritten."""
         tensors, metadata = self._common_state()
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copy `live_state` to the CPU, sorted by name. into: see `state_format.copied`."""
+        """Copy `live_state` to the CPU, sorted by name. into: tensors that may be overwritten."""
         tensors, metadata = self.live_state(is_first=is_first)
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 

@@ -55,7 +55,7 @@ class StepReport:
     parts: Sequence[PartReport] = field(default=(), compare=False)
     """The reports of this member's nodes or stages."""
     actions: Callable[[], Sequence[PartReport]] = field(default=tuple, compare=False)
-    """Returns the timeline of this member's stages in the step."""
+    """Function that returns the timeline of this member's stages in the step."""
     is_torn: bool = field(default=False, compare=False)
     """True if the step is applied here but the other members' updated parameters did not arrive:
     the remaining members must form a new exchange before the next step."""

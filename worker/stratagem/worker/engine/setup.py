@@ -50,7 +50,7 @@ class Setup:
         return make_optimizer_of(self.job, list(params), self.entrypoints)
 
     def batch_order(self) -> BatchOrder | StreamOrder:
-        """Make the order of the training batches."""
+        """Make the order in which training rows form batches."""
         train = self.data["train"]
         if isinstance(train, StreamDataset):
             return StreamOrder(self.job.batch_size)

@@ -299,7 +299,7 @@ class SharedStep:
     def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
         """Return the sums' divisor if it is known before the step; gradients then arrive divided.
 
-        None where it depends on the weights, or where nothing is divided.
+        None if it depends on the weights, or if nothing is divided.
         """
         scale = self.setup.execution.scale
         if not self.rows.window.must_divide:
@@ -348,7 +348,7 @@ class SharedStep:
         cut: range,
         must_weigh: bool,
     ) -> Counted:
-        """Run forward and backward of one shard."""
+        """Run forward and backward over one shard's rows."""
         rows = self.rows.rows(batch, cut)
         cuts = self.rows.window.cut(len(cut))
         exchange.begin_shard(shard, num_micro_batches=len(cuts))

@@ -1,4 +1,4 @@
-"""The part of an optimizer that one member keeps, where each owns a slice of all parameters.
+"""The part of an optimizer that one member keeps, if each member owns a slice of all parameters.
 
 Each parameter of which the member owns something has one piece: a view of those elements, with
 moments of its own. With a mirror it also has the pieces of the member before it, and steps them
@@ -102,8 +102,8 @@ class OptimizerPieces:
         is_mirrored: bool = False,
         blocks: GatheredBlocks | None = None,
     ) -> None:
-        """Begin. optimizer: a new one over all parameters, which is changed to step the pieces
-        instead. blocks: gathers the parameters, if only pieces are kept here."""
+        """optimizer: a new one over all parameters, which is changed to step the pieces instead.
+        blocks: gathers the parameters, if only pieces are kept here."""
         for name, param in params:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"

@@ -93,8 +93,8 @@ class TrainerState:
     ) -> State:
         """Copy the state to the CPU, with residuals; of a divided state, this member's part.
 
-        with_shared: also the state that all members hold. into: see `state_format.copied`. Raises
-        UserCodeError if training has changed the model's set of tensors.
+        with_shared: also the state that all members hold. into: tensors that may be overwritten.
+        Raises UserCodeError if training has changed the model's set of tensors.
         """
         self.form.check()
         tensors, metadata = self.live(step)

@@ -219,7 +219,7 @@ class GossipExchange:
         tensors: Mapping[int, Sequence[Tensor]],
         first_tag: int,
     ) -> _Transit:
-        """Start sending a bucket of this member's nodes, and receiving it of their neighbours."""
+        """Start to send a bucket of this member's nodes, and to receive it from the neighbours."""
         bucket, tag = buckets[index], first_tag + index * self.num_nodes
         like = tensors[self._own[0]][bucket.indices[0]]
         flats = {

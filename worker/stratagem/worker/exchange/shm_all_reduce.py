@@ -301,7 +301,7 @@ def prepare_blocks(
     kept: KeptSums | None = None,
 ) -> list[list[Block]]:
     """Return by bucket the blocks that this member adds; the blocks of all members cover each
-    bucket once. owners: those of sums that stay with them. kept: storage of those sums, if not set
+    bucket once. owners: those of sums that stay with them. kept: those sums' place, if not set
     0."""
     own = sets[party.rank][0]
     blocks = []

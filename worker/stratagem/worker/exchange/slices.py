@@ -56,7 +56,7 @@ class SliceExchange:
             flat[start:stop].div_(divisor)
 
     def sums(self) -> list[Tensor]:
-        """Return the sums of this member's parts: flat, in order, views of the exchange's
+        """Return the flat sums of this member's parts, in order: views of the exchange's
         storage."""
         if self._kept is not None:
             return [_kept_part_of(self._kept, part) for part in self._own]

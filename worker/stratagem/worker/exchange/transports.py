@@ -42,7 +42,7 @@ class StepScalars:
     loss_sum: float
     """The sum of mean loss · weight."""
     stop: float
-    """Number of shards whose member requests a stop after this step; `END`: before it."""
+    """Number of shards whose member requests a stop after this step, plus `END` if before it."""
     reached: Sequence[float]
     """Number of shards whose backward reached each parameter. NaN in the first marks that a codec
     met a gradient that was not finite, so that all members know."""
@@ -63,7 +63,7 @@ class StepScalars:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss; NaN where nothing was counted."""
+        """Return the mean loss; NaN if nothing was counted."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     @property
@@ -175,7 +175,7 @@ class ParameterTransport(Protocol):
         """Declare the own parts updated; block until all members have. Raises ExchangeError."""
 
     def cut(self) -> None:
-        """Make what is under way raise; from any thread."""
+        """Make calls in progress raise; from any thread."""
 
     def close(self) -> None:
         """Free threads and links. The memory stays with its users."""

@@ -449,7 +449,7 @@ def masked_update(
 
 
 def _change(name: str, before: Tensor, after: Tensor) -> Floats:
-    """Return the change in float64; 0 where the bits are equal, even of NaN or infinity."""
+    """Return each element's change in float64; 0 if the bits are equal, even of NaN or infinity."""
     before, after = before.detach().cpu(), after.detach().cpu()
     difference = torch.where(after == before, 0.0, after.double() - before.double())
     if not bool(torch.isfinite(difference).all()):

@@ -244,7 +244,7 @@ class Mailbox:
         self.changed.notify_all()
 
     def _admit(self, route: Route, spec: TensorSpec) -> _Message:
-        """Make room for a message, or raise if it is not acceptable."""
+        """Make room for a message, or raise if the message is not acceptable."""
         if self._end:
             raise UnavailableError(f"the receiver has left the party: {self._end}")
         if route in self._messages:

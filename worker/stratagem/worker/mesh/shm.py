@@ -348,7 +348,7 @@ class SharedGroup:
     def hear(self, count: int, last: int, timeout_s: float) -> None:
         """Block until every other member has sent `count` tokens.
 
-        Raises ExchangeError, with a missing member: silent, or gone before it has sent `last`
+        Raises ExchangeError, naming a member that is silent, or gone before it has sent `last`
         tokens. A member that left after them has completed its work; one that left before is missed
         by all, so none waits for the others.
         """

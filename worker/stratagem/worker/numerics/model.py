@@ -201,8 +201,8 @@ def compiled(
 
 
 def _isolation() -> dict[str, Any]:
-    """Return compiler options that give each module its own recompile limit, where torch supports
-    it; modules of a class share one code object otherwise."""
+    """Return compiler options that give each module its own recompile limit, if torch supports
+    this; modules of a class share one code object otherwise."""
     wanted = {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
     known = inspect.signature(torch.compile).parameters
     return {name: value for name, value in wanted.items() if name in known}

@@ -1,5 +1,5 @@
-"""Bring all members of a party to one state: the newest of any member, or the base where none has
-one.
+"""Bring all members of a party to one state: the newest of any member, or the base if no member has
+any.
 
 A member that is behind copies the live state of one that is not, or puts it together from slices
 that several members hold. Runs in the torch thread; calls go through the event loop.
@@ -288,7 +288,8 @@ def _gathered(
     survival: Survival,
     share: StateShare,
 ) -> Trainer:
-    """Send the slices that others need from here, receive all others, and load its own share."""
+    """Send the slices that others need from here, receive the rest, and load this member's
+    share."""
     me, given = view.rank, dict[int, State]()
     kept = _kept(work, survival, members, me)
     if kept is not None and me in survival.givers:

@@ -8,7 +8,7 @@ over the whole batch, so replicas decide alike.
              and the loss does not diverge
     PREDICT  the gradient is predicted; `predict_steps` of them in a cycle, then FULL
     CORRECT  one exact step after every `correct_every` predictions: PREDICT again if they were
-             good, else FULL. None where the budget is used up: the FULL step that follows is exact.
+             good, else FULL. None if the budget is used up: the FULL step that follows is exact.
 """
 
 import json
@@ -104,7 +104,7 @@ class LossHistory:
         return change is not None and -change > threshold
 
     def is_diverging(self, window: int, numerics: int = CURRENT) -> bool:
-        """Return whether the loss has risen by more than a fifth; see `rise`."""
+        """Return whether the loss has risen by more than a fifth, as `rise` measures it."""
         return self.rise(window, DIVERGENCE_SHARE, numerics) is not None
 
     def rise(self, window: int, share: float, numerics: int = CURRENT) -> Rise | None:

@@ -165,8 +165,8 @@ def keep(
     if it is kept here.
 
     model: the client's own model, where it has one. base: the global state. kept: the state at the
-    beginning of the round. Raises InvalidInputError where it cannot be written, UserCodeError where
-    it is not finite.
+    beginning of the round. Raises InvalidInputError if it cannot be written, UserCodeError if it is
+    not finite.
     """
     job = work.job
     if not _keeps(job):

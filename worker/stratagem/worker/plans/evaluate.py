@@ -37,8 +37,7 @@ def evaluate_state(
 ) -> tuple[pb.ExecuteResult, int]:
     """Return the sums of the batches in this member's share, and the membership of the request.
 
-    If the coordinator requests another share meanwhile, the evaluation ends early, its result
-    unused.
+    If the coordinator requests another share meanwhile, the evaluation ends early and is not used.
     """
     membership = work.control.view.membership
     work.set_activity("evaluating")

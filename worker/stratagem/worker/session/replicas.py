@@ -73,7 +73,7 @@ class KeptReplicas:
         return digest
 
     def load(self, run_id: str, segment: int, digest: str) -> State:
-        """Return a written state. Raises SoleCopyLostError where it is missing or has changed."""
+        """Return a written state. Raises SoleCopyLostError if it is missing or has changed."""
         with self._lock:
             state = self._in_memory.get((run_id, segment))
         if state is not None:

@@ -61,7 +61,7 @@ class Frozen:
         raise NotFoundError(f"no snapshot {name[:40]!r} is here any more")
 
     def mirrored(self) -> "Frozen":
-        """Return the mirror. Raises NotFoundError where there is none."""
+        """Return the mirror. Raises NotFoundError if there is none."""
         if self.mirror is None:
             raise NotFoundError("no mirror of the part of another member is here")
         return self.mirror
@@ -401,7 +401,7 @@ class WorkStats:
     ended: Counter[str] = field(default_factory=Counter)
 
     def add_step(self, seconds: float, report: "StepReport") -> None:
-        """Count one training step."""
+        """Count one training step, with its duration and the numbers of its report."""
         self.num_steps += 1
         self.step_seconds.add(seconds)
         self.num_rows += report.num_rows
