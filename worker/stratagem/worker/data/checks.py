@@ -276,7 +276,7 @@ def _begins_anew(source: StreamSource, first: _Read) -> bool:
 
 
 def _read_streams(rows: Iterable[object], first: int) -> _Read:
-    """Read rows from number `first` on."""
+    """Fingerprint the rows from number `first` on, each read with its seed."""
     iterator, found = iter(rows), []
     state = None
     for row in range(first, _NUM_ROWS):

@@ -111,7 +111,7 @@ def epoch_order(num_rows: int, seed: int) -> Tensor:
 # An order is a pure function of the epoch: the numbers of the training rows, or their batches.
 
 MAX_WEIGHTED_ROWS: Final = 1 << 24
-"""The limit of torch.multinomial."""
+"""Maximum number of weighted rows: the limit of torch.multinomial."""
 _WINDOW: Final = 100
 """Default number of batches in a window."""
 

@@ -159,7 +159,7 @@ class BatchSegment:
 
     number: int
     memory: Tensor
-    """The memory, as bytes."""
+    """The segment's memory, as a tensor of bytes."""
 
 
 class WrittenSegments:

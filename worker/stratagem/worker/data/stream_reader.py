@@ -216,7 +216,7 @@ class StreamReader:
         return self._next()
 
     def epoch_rows(self, epoch: int) -> Iterator[Any]:
-        """Yield all rows of one epoch."""
+        """Yield all rows of this stream in one epoch."""
         self._go_to(Mark(epoch=epoch))
         while block := self._read_block():
             yield from block

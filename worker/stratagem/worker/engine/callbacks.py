@@ -69,7 +69,7 @@ class StepView:
     """The numbers of one finished step, without tensors. Changing it has no effect."""
 
     step: int
-    """Counts from 1."""
+    """The number of the step, from 1."""
     loss: float
     weight: float
     """Number of rows or tokens that the step learned from; 0 if the step was skipped."""
@@ -112,7 +112,7 @@ class Randomness(Protocol):
     """Seeds the random generators that the user's code draws from."""
 
     def begin(self, *key: int | str) -> None:
-        """Seed the generators from the key."""
+        """Seed the random generators from the key."""
 
     def end(self) -> None:
         """Restore the generators to their state before `begin`."""

@@ -73,7 +73,7 @@ class _Place(NamedTuple):
 
 
 class ParameterBlock(NamedTuple):
-    """Parameters that are gathered together."""
+    """A block's parameters, which are gathered and freed together."""
 
     indices: tuple[int, ...]
     """The indices of the block's parameters among all parameters."""
@@ -142,7 +142,7 @@ class GatheredBlocks:
             self._transport.end_passes()
 
     def leave(self) -> None:
-        """Free the memory of all parameters."""
+        """Free the memory of all gathered parameters."""
         for number in range(len(self._blocks)):
             self._depths[number] = 0
             self._take_away(number)

@@ -204,7 +204,7 @@ class OptimizersInOrder(torch.optim.Optimizer):
             part.state = state
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Make one step of each optimizer."""
+        """Make one step of each of the combined optimizers, in order."""
         for part in self.parts:
             part.step()
 

@@ -119,7 +119,7 @@ class Tally:
         return mean_loss(self.loss_sum, self.weight, self.num_skipped)
 
     def add(self, report: StepReport) -> None:
-        """Add the numbers of a step."""
+        """Add the numbers of a finished step to the sums."""
         self.num_rows += report.num_rows
         self.num_skipped += report.num_skipped
         if report.answered:

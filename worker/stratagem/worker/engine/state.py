@@ -182,7 +182,7 @@ class MemberTrainer(Protocol[Exchange_contra]):
 
     @property
     def callbacks(self) -> Callbacks:
-        """The user's callbacks."""
+        """The user's callbacks, which this trainer's steps and evaluations call."""
 
     @property
     def is_sole_copy(self) -> bool:

@@ -145,7 +145,7 @@ class _UnderWay:
     portions: Sequence[Portion]
     turn: Turn
     receives: list[list[PendingTransfer]] = field(default_factory=list)
-    """Receives by portion."""
+    """Pending receives of the others' coded pieces, by portion."""
     sends: list[PendingTransfer] = field(default_factory=list)
     num_sent: int = 0
     """The number of portions sent."""

@@ -320,7 +320,7 @@ def _routes(rank: int, nodes: Sequence[range], weights: Sequence[Mapping[int, fl
 
 
 def _square(flat: Tensor) -> float:
-    """Return ‖flat‖²."""
+    """Return the squared 2-norm of a flat tensor."""
     return float(torch.dot(flat, flat))
 
 

@@ -201,13 +201,13 @@ def _entry(bucket: int, node: Node, tensor: Tensor) -> StreamVector:
 
 @dataclass(slots=True)
 class _Open:
-    """The step in progress."""
+    """The step in progress: its payloads, and the bytes staged so far."""
 
     number: int
     freight: Freight
     inbox: list[memoryview]
     outbox: list[list[HostCopy]] = field(default_factory=list)
-    """Host copies by launched bucket."""
+    """Host copies of the vectors to send, by launched bucket."""
     num_staged_bytes: int = 0
     is_committed: bool = False
 

@@ -57,7 +57,7 @@ class StepScalars:
         return cls(weight, loss_sum, stop, reached, flat[num_head:])
 
     def flat(self) -> Tensor:
-        """Return all scalars as one tensor."""
+        """Encode all scalars as one float64 tensor; the inverse of `of`."""
         head = [self.weight, self.loss_sum, self.stop, *self.reached]
         return torch.cat([torch.tensor(head, dtype=torch.float64), self.rest])
 

@@ -238,7 +238,7 @@ class BlobUpload:
 
 @dataclass(slots=True)
 class _RunBlobs:
-    """The blobs of one run."""
+    """The blobs of one run, and which of them are still needed."""
 
     held: OrderedDict[str, Blob] = field(default_factory=OrderedDict)
     """The blobs, the least recently used first."""

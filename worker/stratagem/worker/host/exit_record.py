@@ -285,7 +285,7 @@ class DeviceFault:
     """The reason why this process cannot use its device any more."""
 
     reason: str
-    """The driver's message."""
+    """The driver's message about the fault."""
     is_the_jobs: bool
     """True if the job would cause the fault on any device."""
 

@@ -136,7 +136,7 @@ class SlotLink:
 
 
 class ShmTransfer:
-    """A send in progress."""
+    """A send in progress: a message that waits for a slot or for its announcement."""
 
     __slots__ = ("_link", "data", "is_done", "peer", "route")
 

@@ -60,7 +60,7 @@ class SegmentSums:
     rows: Tensor | None
 
     def take(self, work: ExecutionContext, trainer: Trainer) -> None:
-        """Continue the segment with these sums."""
+        """Load these sums into the session, which then continues the sender's segment."""
         trainer.add_stream_marks(marks_of(self.marks))
         tally = Tally(**json.loads(self.tally)) if self.tally else Tally()
         work.holding.begin_sums(work.segment)

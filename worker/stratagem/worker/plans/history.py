@@ -264,7 +264,7 @@ class SentParts:
 
     @property
     def digest(self) -> str:
-        """The digest of all sent rows."""
+        """The SHA-256 of all rows sent so far."""
         return self._sha256.hexdigest()
 
     def are_due(self) -> bool:

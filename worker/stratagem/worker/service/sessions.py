@@ -241,7 +241,7 @@ class Sessions:
             execution.drain()
 
     async def idle(self) -> None:
-        """Wait until no plan runs."""
+        """Wait until no plan of any session runs."""
         for execution in list(self._executions()):
             await execution.work.outbox.ended()
 

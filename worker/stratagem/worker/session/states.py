@@ -85,7 +85,7 @@ def freeze(
 
 
 class StateStore:
-    """The states of one session."""
+    """The snapshots and the live state that one session offers to others."""
 
     def __init__(self) -> None:
         self._snapshots: OrderedDict[int, Frozen] = OrderedDict()
@@ -252,7 +252,7 @@ def without_same(state: Frozen, base: Frozen) -> SentState:
 # the others still need.
 
 State = tuple[Mapping[str, Tensor], Mapping[str, str]]
-"""Tensors and metadata."""
+"""A state: tensors and metadata."""
 
 
 @dataclass(frozen=True, slots=True)
