@@ -73,7 +73,7 @@ def values_of(value: Any, path: str = "the row") -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint(value: Any) -> str:
-    """Return the type of a leaf and, where its value is visible, a digest of it."""
+    """Return the type of a leaf and, if its value is visible, a digest of the value."""
     return f"{type(value).__name__} {_text(value)}"
 
 
@@ -276,7 +276,7 @@ def _begins_anew(source: StreamSource, first: _Read) -> bool:
 
 
 def _read_streams(rows: Iterable[object], first: int) -> _Read:
-    """Read rows from number `first` on."""
+    """Fingerprint the rows from number `first` on, each read with its seed."""
     iterator, found = iter(rows), []
     state = None
     for row in range(first, _NUM_ROWS):

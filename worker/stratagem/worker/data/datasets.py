@@ -169,7 +169,7 @@ class Readers(Protocol):
     """Interface of processes that fetch and collate rows ahead of their use."""
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
-        """Return `dataset.read(order)`."""
+        """Return the batch of an order, the same as `dataset.read(order)`."""
 
     def expect(self, coming: Iterator[ReadOrder]) -> None:
         """Read these batches ahead, instead of those expected before."""
@@ -192,7 +192,7 @@ class Gather:
     readers: Readers | None = field(default=None, kw_only=True)
 
     def expect(self, coming: Iterable[Coming]) -> None:
-        """Announce the next batches, which are read ahead where there are readers."""
+        """Announce the next batches, which are read ahead if there are readers."""
         if self.readers is not None:
             bases = ((*at_the_base(dataset, rows), keys) for dataset, rows, keys in coming)
             self.readers.expect(

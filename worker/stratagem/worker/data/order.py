@@ -65,7 +65,7 @@ class BatchOrder:
         return epoch, batches[place]
 
     def _cut(self, epoch: int, number: int) -> Sequence[Tensor]:
-        """Make the batches of one block."""
+        """Cut the row numbers of one block of batches."""
         order = self._orders.get(epoch)
         if order is None:
             order = self._epoch_rows(epoch)
@@ -111,7 +111,7 @@ def epoch_order(num_rows: int, seed: int) -> Tensor:
 # An order is a pure function of the epoch: the numbers of the training rows, or their batches.
 
 MAX_WEIGHTED_ROWS: Final = 1 << 24
-"""The limit of torch.multinomial."""
+"""Maximum number of weighted rows: the limit of torch.multinomial."""
 _WINDOW: Final = 100
 """Default number of batches in a window."""
 
@@ -172,7 +172,7 @@ def _users(
     function: Callable[..., Any], dataset: Dataset, job: JobSpec, epoch: int
 ) -> Tensor | list[Tensor]:
     """Call the user's function with (data set, epoch), twice, and return its result. Raises
-    InvalidInputError if it is not pure."""
+    InvalidInputError if the results differ."""
     first, again = (_call_for_order(function, dataset, job.seed, epoch) for _ in range(2))
     if first != again:
         raise InvalidInputError.at(

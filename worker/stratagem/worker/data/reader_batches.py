@@ -159,7 +159,7 @@ class BatchSegment:
 
     number: int
     memory: Tensor
-    """The memory, as bytes."""
+    """The segment's memory, as a tensor of bytes."""
 
 
 class WrittenSegments:
@@ -262,7 +262,7 @@ def setup_of(message: Mapping[str, Any]) -> ReaderSetup:
 
 
 def order_text(ticket: int, order: ReadOrder, freed: Sequence[int]) -> str:
-    """Encode an order. freed: segments that may be written again."""
+    """Encode an order as a message. freed: segments that may be written again."""
     return json.dumps(
         {
             "ticket": ticket,
@@ -278,7 +278,7 @@ def order_text(ticket: int, order: ReadOrder, freed: Sequence[int]) -> str:
 
 
 def order_of(message: Mapping[str, Any]) -> ReadOrder:
-    """Decode an order."""
+    """Decode an order from its message."""
     return ReadOrder(
         message["split"],
         message["num_rows"],

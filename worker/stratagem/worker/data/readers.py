@@ -2,7 +2,7 @@
 dead ones.
 
 A batch is the same whichever process reads it and however often, so nothing is lost with a reader:
-another one gets its orders; where there is none, the worker reads itself.
+another one gets its orders; if there is none, the worker reads the rows itself.
 """
 
 import json

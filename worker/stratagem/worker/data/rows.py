@@ -32,7 +32,7 @@ _OTHERS_TAKE: Final = frozenset({"datasets"})
 
 @dataclass(frozen=True, slots=True)
 class BatchKeys:
-    """The keys of the random numbers of a batch's rows and of the batch."""
+    """Keys of the random numbers for fetching each row of a batch, and for collating the batch."""
 
     rows: Key = ("row",)
     """Key of a row, extended by its number and its number of earlier occurrences in the epoch."""
@@ -79,7 +79,7 @@ class RowDataset:
         return np.array(row) if isinstance(row, np.ndarray) else row
 
     def order(self, indices: Tensor, keys: BatchKeys) -> ReadOrder:
-        """Return the order of these rows."""
+        """Return a `ReadOrder` for these rows."""
         return ReadOrder(self.split, self.num_rows, self.given, tuple(indices.tolist()), keys)
 
     def read(self, order: ReadOrder) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ def load_data(
 ) -> dict[str, Dataset]:
     """Return the job's data sets by split; for a client, only its training rows.
 
-    numerics: version of the rules that decide the bits; see common.numerics.rules.
+    numerics: version of the rules that fix results bit for bit; see common.numerics.rules.
     """
     spec, partition = job.data, job.partition
     if client is None and partition is not None and partition.client is not None:
@@ -313,7 +313,7 @@ def _own_rows(
 
 
 def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
-    """Return the rows of each client."""
+    """Return the row numbers of each client, as the job partitions the training split."""
     labels = None
     if job.partition is not None and job.partition.method != "contiguous":
         with user_code("reading labels"):
@@ -434,7 +434,7 @@ def client_rows(
     num_clients: int,
     seed: int,
 ) -> list[Tensor]:
-    """Return the rows of every client. `labels` may be None where the method needs none."""
+    """Return the rows of every client. `labels` may be None if the method needs none."""
     if partition is None or partition.method == "contiguous":
         return contiguous(num_rows, num_clients)
     if labels is None or labels.dim() != 1 or labels.is_floating_point():

@@ -1,8 +1,8 @@
 """Read one logical stream: rows of some shards of a source, epoch after epoch, at any position.
 
 The row at a position is a function of the source and the seed alone. A reader that is ahead of it
-goes back to a mark and reads again; one that is behind reads on. Where the source has a state, a
-mark has it, else the mark leads to the beginning of a shard.
+goes back to a mark and reads again; one that is behind reads on. If the source has a state, each
+mark has one; otherwise a mark leads to the beginning of a shard.
 """
 
 import json
@@ -80,7 +80,7 @@ class SingleSource:
 
     value: Any
     initial: str | None
-    """The state before reading, as JSON; None where there is none."""
+    """The state before reading, as JSON; None if there is none."""
     num_shards: int = 1
 
     def open(self, epoch: int, shard: int) -> Iterable[Any]:
@@ -216,7 +216,7 @@ class StreamReader:
         return self._next()
 
     def epoch_rows(self, epoch: int) -> Iterator[Any]:
-        """Yield all rows of one epoch."""
+        """Yield all rows of this stream in one epoch."""
         self._go_to(Mark(epoch=epoch))
         while block := self._read_block():
             yield from block

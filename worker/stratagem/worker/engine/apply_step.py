@@ -228,10 +228,10 @@ class StepPolicy:
     optimizer: torch.optim.Optimizer | None
     """None if this process holds no parameters."""
     buffers: Buffers | None
-    """Restored with a step that is skipped; None for steps without a forward pass."""
+    """The buffers, restored if the step is skipped; None for steps without a forward pass."""
     rates: ReportedRates
     numerics: int
-    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
+    """Version of the rules that fix results bit for bit; see stratagem.common.numerics.rules."""
     num_steps: int
     """The length of a learning-rate schedule: steps of the whole job, or rounds of clients."""
     average: WeightAverage | None = None
@@ -280,7 +280,7 @@ class StepPlace(NamedTuple):
     """The position of a step in a training, with its learning-rate factor."""
 
     lr_factor: float
-    """The factor of all learning rates."""
+    """The schedule's factor of all learning rates."""
     activity: str
     """The name of the step in error messages."""
     number: int | None = None

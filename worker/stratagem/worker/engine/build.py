@@ -72,7 +72,7 @@ class Inference:
         return tensors, state_format.state_metadata(step=0)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the model's tensors of a state; other tensors are ignored."""
+        """Load the model's tensors from a state; ignore all other tensors."""
         state_format.load_model_state(self.model, tensors)
 
 

@@ -69,7 +69,7 @@ class StepView:
     """The numbers of one finished step, without tensors. Changing it has no effect."""
 
     step: int
-    """Counts from 1."""
+    """The number of the step, from 1."""
     loss: float
     weight: float
     """Number of rows or tokens that the step learned from; 0 if the step was skipped."""
@@ -112,7 +112,7 @@ class Randomness(Protocol):
     """Seeds the random generators that the user's code draws from."""
 
     def begin(self, *key: int | str) -> None:
-        """Seed the generators from the key."""
+        """Seed the random generators from the key."""
 
     def end(self) -> None:
         """Restore the generators to their state before `begin`."""
@@ -293,7 +293,7 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """The values logged by on_step for the latest step, and if it wants to end the training."""
+    """What on_step logged for the latest step, and whether it asks to end the training."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False
@@ -313,7 +313,7 @@ class AnswerExtras:
     to all members; empty if the job has no on_step."""
 
     def __init__(self, callbacks: Callbacks, first: int) -> None:
-        """Plan the places. first: the index of the first one among the extras."""
+        """first: the index of the first of these values among the extras."""
         self.num_extras = NUM_EXTRAS if callbacks.sees_steps else 0
         self._first = first
 

@@ -124,7 +124,7 @@ the names, sums, weights, and the names."""
 
 
 def added(sums: LoggedSums, more: LoggedSums) -> LoggedSums:
-    """Return the sums of both by name; a missing name counts as zero."""
+    """Return the sums of two mappings by name; a missing name counts as zero."""
     both = dict(sums)
     for name, (total, weight) in more.items():
         before, weight_before = both.get(name, (0.0, 0.0))

@@ -4,8 +4,8 @@ they are needed (ZeRO stage 3, https://arxiv.org/abs/1910.02054).
 Before the forward pass of a block its parameters are gathered into fresh storage. What autograd
 saves of them for backward is a note of the place, and they are gathered again when backward asks
 for it. So backward never finds storage that was freed or written over, whatever the model's graph
-is; and of all blocks one is here at a time. Parameters that belong to no block, or to several, are
-here from the beginning of a pass to its end. Must not know how parameters travel.
+is, and only one block is in memory at a time. Parameters that belong to no block, or to several,
+are here from the beginning of a pass to its end. Must not know how parameters travel.
 """
 
 import weakref
@@ -73,7 +73,7 @@ class _Place(NamedTuple):
 
 
 class ParameterBlock(NamedTuple):
-    """Parameters that are gathered together."""
+    """A block's parameters, which are gathered and freed together."""
 
     indices: tuple[int, ...]
     """The indices of the block's parameters among all parameters."""
@@ -142,7 +142,7 @@ class GatheredBlocks:
             self._transport.end_passes()
 
     def leave(self) -> None:
-        """Free the memory of all parameters."""
+        """Free the memory of all gathered parameters."""
         for number in range(len(self._blocks)):
             self._depths[number] = 0
             self._take_away(number)

@@ -38,7 +38,7 @@ from stratagem.worker.objectives.evaluator import EvaluationPart, EvaluationShar
 # ---- Gossip trainer ----
 
 _NUM_COLUMNS: Final = 6
-"""Number of columns of the table that sums up a segment."""
+"""Number of columns in the table of each node's sums over a segment."""
 
 
 NODE: Final = "node"
@@ -77,7 +77,7 @@ class GossipTrainer:
         """The latest exact consensus distance, shown until the next measurement."""
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
-        """Announce the coming steps, so that the micro-batches of the own nodes are read ahead."""
+        """Announce the coming steps: micro-batches of this member's nodes are then read ahead."""
         self._models.expect(num_shards, self.step, to_step)
 
     def lower_rates(self, num_reductions: int) -> None:
@@ -93,11 +93,11 @@ class GossipTrainer:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Make a local step of each own node, then one round of mixing.
+        """Make a local step of each node of this member, then one round of mixing.
 
         A node is a shard; `stop` is ignored, as nodes have no step in common. Loss and neighbour
-        distance cover the own nodes; the consensus distance, if the job asks for it, covers all
-        nodes after mixing. After an error the trainer cannot be used any more.
+        distance cover this member's nodes; the consensus distance, if the job asks for it, covers
+        all nodes after mixing. After an error the trainer cannot be used any more.
         """
         taken = self._models.take_step(self.step, owned, num_shards)
         failpoint("worker.gossip.before_mix")
@@ -126,8 +126,8 @@ class GossipTrainer:
         """Set `model` to the mean of all nodes; return the summary over all nodes, with their
         distance to the mean.
 
-        The sums of the own nodes are kept here, not taken from the tally. The mean is over float64
-        values in order of node, rounded once; integers are node 0's.
+        The sums of this member's nodes are kept here, not taken from the tally. The mean is over
+        float64 values in order of node, rounded once; integers are node 0's.
         """
         self._models.check_form()
         models = {number: node.model for number, node in self._nodes.items()}
@@ -189,8 +189,8 @@ class GossipTrainer:
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copy the state to the CPU, sorted by name: `node<i>/…` of the own nodes, and the mean on
-        the first member. into: see `state_format.copied`."""
+        """Copy the state to the CPU, sorted by name: `node<i>/…` of this member's nodes, and the
+        mean on the first member. into: tensors that may be overwritten."""
         tensors, metadata = self._state(is_first=is_first)
         return state_format.copied(tensors, into), metadata
 
@@ -244,9 +244,9 @@ def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
 def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[Tensor]]) -> float:
     """Compute the nodes' root mean square distance to their mean: sqrt(Σ_i ‖x_i - mean‖² / N).
 
-    tensors: of the own nodes, of the same shapes everywhere. All members call it equally often and
-    get the same bits, independent of who owns which nodes. The mean takes one sum over all nodes in
-    float64; each member sends at most twice its bytes. Raises ExchangeError.
+    tensors: those of this member's nodes, of the same shapes everywhere. All members call it
+    equally often and get the same bits, independent of who owns which nodes. The mean takes one sum
+    over all nodes in float64; each member sends at most twice its bytes. Raises ExchangeError.
     """
     first = next(iter(tensors.values()))
     buckets, device = plan_buckets(first), first[0].device
@@ -280,8 +280,8 @@ def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[
 def take_mean(
     mean: nn.Module, nodes: Mapping[int, nn.Module], exchange: GossipExchange
 ) -> dict[int, float]:
-    """Set `mean` to the mean of all nodes; return the squared distance of each own node to it.
-    nodes: the own ones."""
+    """Set `mean` to the mean of all nodes; return the squared distance of each of this member's
+    `nodes` from the mean."""
     own = {number: _averaged(node) for number, node in nodes.items()}
     target, is_param = _averaged(mean), _is_trainable(mean)
     buckets = plan_buckets(target)

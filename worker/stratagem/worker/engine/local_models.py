@@ -84,7 +84,7 @@ class LocalModel:
 
 
 def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalModel:
-    """Make the local trainer of this model. num_steps: of the whole job."""
+    """Make the local trainer of this model. num_steps: number of steps in the whole job."""
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = setup.optimizer_of(params)
     randomness = KeyedRandomness(model, setup.gather.device)
@@ -123,7 +123,7 @@ def prefix_of(kind: str, number: int) -> str:
 
 
 def own_part(kind: str, number: int, named: Mapping[str, Value]) -> dict[str, Value]:
-    """Return one model's entries of the common state, without their prefix."""
+    """Return one model's entries in the common state; their names lose the model's prefix."""
     prefix = prefix_of(kind, number)
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 
@@ -164,7 +164,7 @@ class LocalModels:
     """The separately trained models of one member, keyed by shard. Used by one thread."""
 
     def __init__(self, setup: Setup, models: Mapping[int, nn.Module], kind: str) -> None:
-        """Begin with these models. kind: their name in the step history, such as "node"."""
+        """kind: name of the models in the step history, such as "node"."""
         self._setup, self._job, self._kind = setup, setup.job, kind
         self.rows = TrainingRows(setup)
         self.num_steps = self.rows.num_steps

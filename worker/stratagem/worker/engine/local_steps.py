@@ -59,7 +59,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 # as they are over shards, and sums over the local steps since the previous cut.
 
 _NUM_NUMBERS = 3
-"""Number of these values per fragment: weight, sum of the loss, skipped steps."""
+"""Number of values summed with each fragment: weight, sum of the loss, skipped steps."""
 
 
 class JoinReport(NamedTuple):
@@ -68,8 +68,8 @@ class JoinReport(NamedTuple):
     numbers: dict[str, float]
     wait_s: float
     drifts: dict[int, float]
-    """Distance of each own replica from the common parameters, over the fragments cut in this step;
-    empty if none was."""
+    """Distance of each replica held here from the common parameters, over the fragments cut in this
+    step; empty if none was."""
 
 
 @dataclass(slots=True)
@@ -87,8 +87,8 @@ class OuterSteps:
     """Runs outer steps, which join this member's replicas with others. Used by one thread."""
 
     def __init__(self, setup: Setup, replicas: Mapping[int, LocalModel], num_steps: int) -> None:
-        """Begin. setup.model: holds the common parameters. replicas: the own ones, keyed by number.
-        num_steps: of the whole job."""
+        """setup.model: holds the common parameters. replicas: this member's, keyed by number.
+        num_steps: number of steps of the whole job."""
         strategy, device = setup.job.strategy, setup.gather.device
         assert isinstance(strategy, DataParallel)
         self._replicas, self._options, self._num_steps = replicas, strategy.options, num_steps
@@ -256,7 +256,7 @@ class OuterFragment:
         self.norm = 0.0
         """2-norm of the latest outer gradient."""
         self.drifts: dict[int, float] = {}
-        """2-norm of the distance that each own replica had moved at the latest cut."""
+        """2-norm of the distance that each replica held here had moved at the latest cut."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -346,7 +346,7 @@ class OuterFragment:
         return found
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Load the result of `state`; without its tensors, begin anew."""
+        """Load the result of `state`; begin anew if it has no tensors of this fragment."""
         self._optimizer.state.clear()
         self._under_way = self.sums = None
         for name, param in self._named:
@@ -386,7 +386,7 @@ class LocalStepsTrainer:
     """True: no other member holds these replicas."""
 
     def __init__(self, setup: Setup, models: Mapping[int, nn.Module]) -> None:
-        """Begin. setup.model: becomes the common model of the replicas. models: keyed by number."""
+        """setup.model: becomes the common model of the replicas. models: keyed by number."""
         strategy = setup.job.strategy
         assert isinstance(strategy, DataParallel)
         self.setup, self.model, self.callbacks = setup, setup.model, setup.callbacks
@@ -418,10 +418,10 @@ class LocalStepsTrainer:
         stop: bool = False,
         answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
-        """Make a step of each own replica, and the outer step of all replicas if it is due.
+        """Make a step of each replica here, and the outer step of all replicas if it is due.
 
         A replica is a shard; `stop` is ignored, as replicas have no step in common. The loss covers
-        the own replicas; numbers measured when replicas are joined cover all. After an error the
+        these replicas; numbers measured when replicas are joined cover all. After an error the
         trainer cannot be used any more.
         """
         taken, step = self._models.take_step(self.step, owned, num_shards), self.step + 1
@@ -468,20 +468,20 @@ class LocalStepsTrainer:
             return self.evaluator().parts_of(share)
 
     def copy_common_state(self, into: Mapping[str, Tensor] = state_format.NOTHING) -> State:
-        """Copy the state that all members share to the CPU, sorted by name. into: see
-        `state_format.copied`."""
+        """Copy the state that all members share to the CPU, sorted by name. into: tensors that may
+        be overwritten."""
         tensors, metadata = self._common_state()
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
     def copy_state(
         self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copy `live_state` to the CPU, sorted by name. into: see `state_format.copied`."""
+        """Copy `live_state` to the CPU, sorted by name. into: tensors that may be overwritten."""
         tensors, metadata = self.live_state(is_first=is_first)
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
     def live_state(self, *, is_first: bool = True) -> State:
-        """Return the live tensors, valid until the next step: `replica<i>/…` of the own replicas,
+        """Return the live tensors, valid until the next step: `replica<i>/…` of replicas held here,
         without models equal to the common one; on the first member also the common state."""
         tensors, metadata = self._common_state() if is_first else ({}, {})
         metadata |= state_format.state_metadata(self.step)

@@ -33,7 +33,7 @@ AVERAGE: Final = "average/"
 """Prefix of the names of the averaged parameters in a state."""
 _NUM_AVERAGED: Final = "num_averaged"
 State = tuple[dict[str, Tensor], dict[str, str]]
-"""(tensors by name, metadata)."""
+"""A state: (tensors by name, metadata)."""
 
 
 class WeightAverage:
@@ -204,7 +204,7 @@ class OptimizersInOrder(torch.optim.Optimizer):
             part.state = state
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Make one step of each optimizer."""
+        """Make one step of each of the combined optimizers, in order."""
         for part in self.parts:
             part.step()
 

@@ -55,7 +55,7 @@ class StepReport:
     parts: Sequence[PartReport] = field(default=(), compare=False)
     """The reports of this member's nodes or stages."""
     actions: Callable[[], Sequence[PartReport]] = field(default=tuple, compare=False)
-    """Returns the timeline of this member's stages in the step."""
+    """Function that returns the timeline of this member's stages in the step."""
     is_torn: bool = field(default=False, compare=False)
     """True if the step is applied here but the other members' updated parameters did not arrive:
     the remaining members must form a new exchange before the next step."""
@@ -119,7 +119,7 @@ class Tally:
         return mean_loss(self.loss_sum, self.weight, self.num_skipped)
 
     def add(self, report: StepReport) -> None:
-        """Add the numbers of a step."""
+        """Add the numbers of a finished step to the sums."""
         self.num_rows += report.num_rows
         self.num_skipped += report.num_skipped
         if report.answered:

@@ -37,7 +37,7 @@ class Setup:
     randomness: KeyedRandomness
     execution: ModelExecution
     numerics: int
-    """Version of the rules that decide the bits; see stratagem.common.numerics.rules."""
+    """Version of the rules that fix results bit for bit; see stratagem.common.numerics.rules."""
     entrypoints: EntryPoints
     epoch_rows: EpochRows | None = None
     """The order of the training rows; None to shuffle them in each epoch."""
@@ -50,7 +50,7 @@ class Setup:
         return make_optimizer_of(self.job, list(params), self.entrypoints)
 
     def batch_order(self) -> BatchOrder | StreamOrder:
-        """Make the order of the training batches."""
+        """Make the order in which training rows form batches."""
         train = self.data["train"]
         if isinstance(train, StreamDataset):
             return StreamOrder(self.job.batch_size)

@@ -158,7 +158,7 @@ class _Shadow(torch.optim.Optimizer):
     """An optimizer with parameter groups that updates nothing."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Do nothing."""
+        """Do nothing, since there are no values to update."""
 
 
 def _shadow_of(spec: OptimizerSpec, entrypoints: EntryPoints) -> _Shadow:
@@ -234,7 +234,7 @@ def _decoded(value: Any) -> Any:
 def shadow_schedule(
     spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints
 ) -> ShadowSchedule | None:
-    """Make the schedule of a job that names a user's one; None for all other jobs."""
+    """Make the schedule of a job that names the user's; return None for all other jobs."""
     if spec.schedule is None or spec.schedule.entrypoint is None:
         return None
     return ShadowSchedule(spec, num_steps, entrypoints)

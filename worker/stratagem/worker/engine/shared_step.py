@@ -299,7 +299,7 @@ class SharedStep:
     def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
         """Return the sums' divisor if it is known before the step; gradients then arrive divided.
 
-        None where it depends on the weights, or where nothing is divided.
+        None if it depends on the weights, or if nothing is divided.
         """
         scale = self.setup.execution.scale
         if not self.rows.window.must_divide:
@@ -316,8 +316,8 @@ class SharedStep:
         *,
         must_weigh: bool,
     ) -> _Sums:
-        """Compute the own shards, and wait for the sums over all. number: of the exchange, from 1.
-        must_weigh: the divisor is not known in advance."""
+        """Compute this member's shards, and wait for the sums over all. number: the exchange's,
+        from 1. must_weigh: the divisor is not known in advance."""
         exchange, owned = share.exchange, share.owned
         live = split_rows(batch.num_rows, min(share.num_shards, batch.num_rows))
         wish = wish_of(share.answer, stop=share.stop)
@@ -348,7 +348,7 @@ class SharedStep:
         cut: range,
         must_weigh: bool,
     ) -> Counted:
-        """Run forward and backward of one shard."""
+        """Run forward and backward over one shard's rows."""
         rows = self.rows.rows(batch, cut)
         cuts = self.rows.window.cut(len(cut))
         exchange.begin_shard(shard, num_micro_batches=len(cuts))
@@ -399,8 +399,8 @@ class SharedStep:
         summary: StepSummary,
         exchange: Reducer | None,
     ) -> StepReport:
-        """Apply the update with the present gradients. exchange: None if the others have left
-        it."""
+        """Apply the update with the present gradients. exchange: None if the other members have
+        left."""
         scalars, scale, policy = sums.scalars, self.setup.execution.scale, turn.policy
         scale_before = scale.value
         if self.setup.callbacks.takes_gradients:

@@ -1,4 +1,4 @@
-"""The part of an optimizer that one member keeps, where each owns a slice of all parameters.
+"""The part of an optimizer that one member keeps, if each member owns a slice of all parameters.
 
 Each parameter of which the member owns something has one piece: a view of those elements, with
 moments of its own. With a mirror it also has the pieces of the member before it, and steps them
@@ -83,8 +83,8 @@ class _OwnPiece:
         return self.part.stop - self.part.first == self.param.numel()
 
     def name_in(self, place: int, name: str) -> str:
-        """Return the name under which the piece travels. place, name: of its parameter among the
-        model's tensors."""
+        """Return the name under which the piece travels. place, name: index and name of its
+        parameter among the model's tensors."""
         full = f"{state_format.MODEL}{name}"
         return str(ParameterSlice(place, self.part.first, tuple(self.param.shape), full))
 
@@ -102,8 +102,8 @@ class OptimizerPieces:
         is_mirrored: bool = False,
         blocks: GatheredBlocks | None = None,
     ) -> None:
-        """Begin. optimizer: a new one over all parameters, which is changed to step the pieces
-        instead. blocks: gathers the parameters, if only pieces are kept here."""
+        """optimizer: a new one over all parameters, which is changed to step the pieces instead.
+        blocks: gathers the parameters, if only pieces are kept here."""
         for name, param in params:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
@@ -179,7 +179,7 @@ class OptimizerPieces:
         self, summary: StepSummary, policy: StepPolicy, step: int, exchange: Reducer | None
     ) -> Applied:
         """Update the pieces, and fetch the other members' updates into the parameters. exchange:
-        None if the others have left it; then only the pieces are updated."""
+        None if the other members have left; then only the pieces are updated."""
         self.summary = summary
         applied = apply_step(
             summary, policy, place_of(policy, step), share=partial(self._bring, exchange)
@@ -232,8 +232,8 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def _move_to(self, memory: Sequence[Tensor]) -> None:
-        """Move the own pieces into this memory: bytes by block; see `HeldBlocks`. The mirror's
-        pieces stay where they are, since no other member reads them."""
+        """Move this member's pieces into this memory, bytes for each block of `HeldBlocks`. The
+        mirror's pieces stay where they are, since no other member reads them."""
         assert self.held is not None
         by_index = {each.part.index: each.piece for each in self._pieces}
         for parts, flat in zip(self.held.parts[self.rank], memory, strict=True):
@@ -302,7 +302,7 @@ class OptimizerPieces:
         return named
 
     def _identity(self, tensor: Tensor) -> object:
-        """Return a key that is equal for all tensors of the model that are the same memory."""
+        """Return a key that is equal for all tensors of the model that share memory."""
         if self.held is None and tensor.numel():
             return state_format.storage_key(tensor)
         return id(tensor)

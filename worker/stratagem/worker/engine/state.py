@@ -27,7 +27,7 @@ from stratagem.worker.phases import PhaseTraining
 # ---- State of a trainer ----
 
 State = tuple[dict[str, Tensor], dict[str, str]]
-"""(tensors by name, metadata)."""
+"""A state: (tensors by name, metadata)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TrainerState:
         return tensors, state_format.state_metadata(step, numbers)
 
     def parts(self) -> State:
-        """Return the same as `live`, without the number of steps."""
+        """Return the same (live tensors, metadata) as `live`, without the number of steps."""
         tensors, numbers = self._optimizer_state()
         numbers |= self.scale.metadata()
         if self.schedule is not None:
@@ -93,8 +93,8 @@ class TrainerState:
     ) -> State:
         """Copy the state to the CPU, with residuals; of a divided state, this member's part.
 
-        with_shared: also the state that all members hold. into: see `state_format.copied`. Raises
-        UserCodeError if training has changed the model's set of tensors.
+        with_shared: also the state that all members hold. into: tensors that may be overwritten.
+        Raises UserCodeError if training has changed the model's set of tensors.
         """
         self.form.check()
         tensors, metadata = self.live(step)
@@ -164,7 +164,7 @@ class Exchange(Protocol):
         """Make a running step raise, here and soon at the peers; from any thread."""
 
     def close(self) -> None:
-        """Free everything; call `cut` first."""
+        """Free all connections; call `cut` first."""
 
 
 Exchange_contra = TypeVar("Exchange_contra", contravariant=True)
@@ -182,7 +182,7 @@ class MemberTrainer(Protocol[Exchange_contra]):
 
     @property
     def callbacks(self) -> Callbacks:
-        """The user's callbacks."""
+        """The user's callbacks, which this trainer's steps and evaluations call."""
 
     @property
     def is_sole_copy(self) -> bool:

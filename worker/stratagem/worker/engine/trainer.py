@@ -128,7 +128,7 @@ class Trainer:
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Announce the coming steps, so that their micro-batches are read ahead; not under phase
-        training, where each step decides whether its batch is read."""
+        training, in which each step decides whether its batch is read."""
         if self.phased is None:
             self.setup.gather.expect(self._coming(owned, num_shards, to_step))
 
@@ -180,8 +180,8 @@ class Trainer:
         return report
 
     def finish_step_in_doubt(self, norm: float, *, is_finite: bool) -> StepReport:
-        """Apply the step whose norm did not arrive, as other members have; their updates come
-        later, with the slices of all."""
+        """Apply the step whose norm did not arrive, since other members have applied it; their
+        updates come later, with the slices of all."""
         assert self.pieces is not None
         assert self.pieces.in_doubt is not None
         report = self.pieces.in_doubt.finish(norm, is_finite)
@@ -207,7 +207,7 @@ class Trainer:
         return whole_step(turns, reports)
 
     def _predicted_step(self, phased: PhasedUpdate) -> StepReport:
-        """Make an update with a predicted gradient, without a batch."""
+        """Make an update with a predicted gradient; no batch is read."""
         (turn,) = self.turns
         report = phased.predict(turn.policy, self.step)
         self.step = report.step
@@ -236,14 +236,14 @@ class Trainer:
         """Return `state` copied to the CPU, with the parts that only this member holds.
 
         If members hold separate residuals, only the first one includes the common state; if each
-        holds a slice, each copies a part of the whole. into: see `state_format.copied`.
+        holds a slice, each copies a part of the whole. into: tensors that may be overwritten.
         """
         with_shared = is_first or not self.is_sole_copy
         return self._saved.copied(self.step, with_shared=with_shared, into=into)
 
     def copy_mirror(self, into: Mapping[str, Tensor] = NOTHING) -> State | None:
         """Return the `copy_state` of the member before this one, from the mirror of its slice; None
-        without a mirror. into: see `state_format.copied`."""
+        without a mirror. into: tensors that may be overwritten."""
         return self._saved.copied_mirror(self.step, into)
 
     @cached_property

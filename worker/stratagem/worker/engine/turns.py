@@ -75,11 +75,11 @@ class StepTurn:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The turn's part of the key of random numbers, after the step."""
+        """The turn's part of the random numbers' key, after the step; empty without turns."""
         return () if self.number is None else (self.number,)
 
     def begin(self, params: NamedParams) -> None:
-        """Freeze those of the parameters that other turns train, and drop all gradients."""
+        """Freeze all of the parameters but the turn's, and drop all gradients."""
         if self.number:
             failpoint("worker.turns.after_turn")
         own = {id(param) for _, param in self.params}

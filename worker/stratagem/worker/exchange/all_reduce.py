@@ -51,9 +51,9 @@ class Tree:
     """One member's messages and additions in the tree for a small bucket, in order."""
 
     up: tuple[Hop | Addition, ...]
-    """The way up; at its end member 0 has the sum in its set 0."""
+    """The operations up the tree, after which member 0 has the sum in its set 0."""
     down: tuple[Hop, ...]
-    """The way down; at its end all members have the sum."""
+    """The messages down the tree, after which all members have the sum."""
 
 
 def plan_tree(
@@ -404,7 +404,7 @@ class _Prepared(NamedTuple):
 
 @dataclass(slots=True)
 class _DirectRun:
-    """One step in progress."""
+    """The transfers and additions of one step in progress."""
 
     link: Link
     pieces: tuple[Piece, ...]
@@ -415,11 +415,11 @@ class _DirectRun:
     num_filled: int = 0
     """The number of buckets that were copied into windows."""
     receives: list[list[PendingTransfer]] = field(default_factory=list)
-    """Receives of phase 1, by piece."""
+    """Pending receives of phase 1 (others' partial sums), by piece."""
     sends: list[list[PendingTransfer]] = field(default_factory=list)
-    """Sends of phase 1, by piece."""
+    """Pending sends of phase 1 (own partial sums), by piece."""
     rest: list[PendingTransfer] = field(default_factory=list)
-    """Transfers of phase 2."""
+    """Pending transfers of phase 2 (finished sums)."""
 
     def run(self) -> None:
         for index, piece in enumerate(self.pieces):

@@ -38,10 +38,10 @@ class BlockRounds:
         """The bytes of the block fetched in the latest round, by rank."""
 
     def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> None:
-        """See `Method`; there is nothing to prepare."""
+        """Prepare nothing: each round's requests determine its transfers."""
 
     def run(self, prepared: None, turn: Turn) -> None:
-        """See `Method`."""
+        """Exchange the members' requests, then send and receive parts of the requested blocks."""
         turn.await_launch(0)
         me, peers = self._link.rank, [p for p in range(self._link.size) if p != self._link.rank]
         self._transfer(
@@ -87,30 +87,30 @@ class LinkParameters:
         self._number = 0
 
     def memory(self) -> Sequence[Tensor]:
-        """See `ParameterTransport`."""
+        """Return for each block the memory in which this member keeps its parts."""
         return self._own
 
     def fetch(self, block: int) -> Sequence[Tensor]:
-        """See `ParameterTransport`: blocks until all members need a block, or have ended."""
+        """Return each rank's part of a block, once all members have requested a block, or ended."""
         self._run_round(block)
         found, self._rounds.found = self._rounds.found, []
         return found
 
     def end_passes(self) -> None:
-        """See `ParameterTransport`."""
+        """Serve the other members' requests until all have ended their passes."""
         self._run_round(NOTHING)
         while any(int(wish) != NOTHING for wish in self._rounds.wishes):
             self._run_round(NOTHING)
 
     def updated(self) -> None:
-        """See `ParameterTransport`: a member takes part in a round only after its update."""
+        """Do nothing: a member takes part in a round only after its update."""
 
     def cut(self) -> None:
-        """See `ParameterTransport`."""
+        """Make the present round raise; from any thread."""
         self._transport.cut()
 
     def close(self) -> None:
-        """See `ParameterTransport`."""
+        """Free the link's share and the thread of the rounds."""
         self._transport.close()
 
     def _run_round(self, block: int) -> None:

@@ -301,7 +301,7 @@ class LentBuckets:
     def __init__(self, buckets: GradientBuckets, kept: KeptSums) -> None:
         self.buckets, self.kept = buckets, kept
         self._windows: list[list[Tensor]] = []
-        """The windows by set."""
+        """The windows of each set, which buckets use in turn."""
 
     def sets(self, sets: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Return these sets with each bucket but the extras replaced by a window; buckets

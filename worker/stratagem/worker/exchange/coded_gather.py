@@ -109,7 +109,7 @@ class PayloadMethod:
             under_way.num_sent += 1
 
     def _sends(self, prepared: _Prepared, portion: Portion) -> list[Transfer]:
-        """Return the sends of the own shards' pieces to all others."""
+        """Return the transfers that send the pieces of this member's shards to all others."""
         device = next((e.device for e in prepared.incoming[0].values()), torch.device("cpu"))
         pieces = {
             shard: self._compressor.piece(shard, portion).to(device) for shard in prepared.step.live
@@ -122,7 +122,7 @@ class PayloadMethod:
         ]
 
     def _receives(self, prepared: _Prepared, portion: Portion) -> list[Transfer]:
-        """Return the receives of the others' pieces."""
+        """Return the transfers that receive the others' pieces."""
         return [
             Transfer(self._owners[shard], self._tag(shard, portion), room)
             for shard, room in prepared.incoming[portion.index].items()
@@ -145,7 +145,7 @@ class _UnderWay:
     portions: Sequence[Portion]
     turn: Turn
     receives: list[list[PendingTransfer]] = field(default_factory=list)
-    """Receives by portion."""
+    """Pending receives of the others' coded pieces, by portion."""
     sends: list[PendingTransfer] = field(default_factory=list)
     num_sent: int = 0
     """The number of portions sent."""
@@ -163,12 +163,12 @@ class Summing:
     compressor: Compressor
     portion: Portion
     partials: Mapping[Node, Sequence[Tensor]]
-    """The flat buckets of the portion."""
+    """Partial sums as flat buckets, keyed by node of the tree."""
     incoming: Mapping[int, Tensor]
     """The received pieces, by shard."""
 
     def total(self, num_live: int) -> Sequence[Tensor]:
-        """Return the portion's flat buckets of the sum."""
+        """Return the portion's sum over all live shards, as flat buckets."""
         return self._total(Node(0, num_live))
 
     def _total(self, node: Node) -> Sequence[Tensor]:

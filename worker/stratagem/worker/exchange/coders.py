@@ -138,7 +138,7 @@ class DeviceCoder:
     def __init__(
         self, form: Form, codec: Codec, layout: Sequence[TensorLayout], device: torch.device
     ) -> None:
-        """Use this form of a codec. codec: the same one in numpy, which defines the state."""
+        """form: the codec's device form. codec: its numpy form, which defines the state."""
         self._form, self._device = form, device
         self._kept = {name: x.size for name, x in codec.initial_state().items()}
         names = [f"{RESIDUAL}{spec.name}" for spec in layout]

@@ -54,8 +54,8 @@ class Portion:
 def plan_portions(
     layout: BucketLayout, codec: Codec, coder: Coder, device: torch.device
 ) -> list[Portion]:
-    """Return the portions in order of their buckets, over all buckets of the layout. coder: that of
-    all tensors, for gradients on `device`."""
+    """Return the portions in order of their buckets, over all buckets of the layout. coder: the
+    coder of all tensors, for gradients on `device`."""
     buckets = range(len(layout.buckets))
     held = [_places(layout, bucket) for bucket in buckets[:-1]]
     is_here = device.type == "cpu" and isinstance(coder, HostCoder)
@@ -285,8 +285,8 @@ class Compressor:
         return taken
 
     def state(self) -> dict[str, Tensor]:
-        """Return the residuals of the own shards, as `residual/shard<k>/<parameter>`; empty before
-        the first step."""
+        """Return the residuals of this member's shards, as `residual/shard<k>/<parameter>`; empty
+        before the first step."""
         return {
             _full_name(shard, name): values
             for shard, state in sorted(self._states.items())

@@ -110,11 +110,11 @@ class GossipExchange:
 
     @_raising_anew
     def mix(self, step: int, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
-        """Do the round of a step: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors, with
-        public copies where there are any.
+        """Mix once: x_i <- Σ_j w_ij x_j, in place, for this member's nodes, with public copies
+        where there are any.
 
         Products and sums are float64, in order of j, rounded once. All members call it equally
-        often, with tensors of the same shapes. Returns the distances of each own node. Raises
+        often, with tensors of the same shapes. Returns the distances of each of these nodes. Raises
         ExchangeError when a neighbour is lost or silent, or after cut.
         """
         if self._public is not None:
@@ -219,7 +219,7 @@ class GossipExchange:
         tensors: Mapping[int, Sequence[Tensor]],
         first_tag: int,
     ) -> _Transit:
-        """Start sending a bucket of the own nodes, and receiving that of their neighbours."""
+        """Start to send a bucket of this member's nodes, and to receive it from the neighbours."""
         bucket, tag = buckets[index], first_tag + index * self.num_nodes
         like = tensors[self._own[0]][bucket.indices[0]]
         flats = {
@@ -320,7 +320,7 @@ def _routes(rank: int, nodes: Sequence[range], weights: Sequence[Mapping[int, fl
 
 
 def _square(flat: Tensor) -> float:
-    """Return ‖flat‖²."""
+    """Return the squared 2-norm of a flat tensor."""
     return float(torch.dot(flat, flat))
 
 

@@ -34,7 +34,7 @@ SLOT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place in a bucket. index: of the parameter."""
+    """One parameter's place in a bucket. index: the parameter's index."""
 
     index: int
     name: str

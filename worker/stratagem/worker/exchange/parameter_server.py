@@ -201,13 +201,13 @@ def _entry(bucket: int, node: Node, tensor: Tensor) -> StreamVector:
 
 @dataclass(slots=True)
 class _Open:
-    """The step in progress."""
+    """The step in progress: its payloads, and the bytes staged so far."""
 
     number: int
     freight: Freight
     inbox: list[memoryview]
     outbox: list[list[HostCopy]] = field(default_factory=list)
-    """Host copies by launched bucket."""
+    """Host copies of the vectors to send, by launched bucket."""
     num_staged_bytes: int = 0
     is_committed: bool = False
 
@@ -230,7 +230,7 @@ class ServerTransport:
         deadline_s: float,
         coded: CodedFreight | None = None,
     ) -> None:
-        """Begin. coded: used instead of sums in steps where it takes fewer bytes."""
+        """coded: sent instead of sums in steps in which coded messages take fewer bytes."""
         self.deadline_s = deadline_s
         self.num_buckets = len(layout.buckets)
         self._sums, self._coded = SumFreight(layout, rank, side.device), coded

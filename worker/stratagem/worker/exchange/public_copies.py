@@ -62,7 +62,7 @@ _MODEL: Final = "model/"
 
 
 class PublicCopies:
-    """The public copies of the own nodes and of their neighbours. Used by one thread."""
+    """The public copies of this member's nodes and of their neighbours. Used by one thread."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class PublicCopies:
         weights: Sequence[Mapping[int, float]],
         numerics: int,
     ) -> None:
-        """Make the copies. params: those of any node, for shapes. weights: by node, the mixing
-        weights of its neighbours and itself."""
+        """params: those of any node, for shapes. weights: by node, the mixing weights of its
+        neighbours and itself."""
         spec = job.compression
         assert spec is not None
         self._layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in params)

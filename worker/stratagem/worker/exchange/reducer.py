@@ -90,7 +90,7 @@ class SingleMemberReducer:
     def begin_step(
         self, step: int, owned: range, num_live: int, *, divisor: float | None = None
     ) -> None:
-        """Start a step as `GradientReducer.begin_step` does; the one shard is always live."""
+        """Start a step, whose only shard has rows; arguments as in `GradientReducer.begin_step`."""
         if owned != range(1) or num_live != 1:
             raise ValueError(f"one shard is owned here, not {owned} of {num_live}")
         self._divisor, self._scalars, self._is_divided = divisor, None, False
@@ -228,8 +228,8 @@ class GradientReducer:
         slices: SliceExchange | None = None,
         parameters: ParameterTransport | None = None,
     ) -> None:
-        """Begin. compressor: encodes each shard before it is added. slices: set if sums stay with
-        the owners of slices. parameters: set if parameters do, too."""
+        """compressor: encodes each shard before it is added. slices: set if sums stay with the
+        owners of slices. parameters: set if parameters do, too."""
         self.buckets, self.party, self.transport = buckets, party, transport
         self.slices, self.parameters = slices, parameters
         self._compressor = compressor

@@ -137,8 +137,8 @@ class SharedTransport:
         self._error = ""
 
     def _place_sums(self, memory: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return the sums of slices by rank, after moving the own ones there. memory: the rest of
-        each segment."""
+        """Return the sums of slices by rank, after moving this member's sums there. memory: the
+        rest of each segment."""
         if self._kept is None or self._kept.mirrored is None or self._owners is None:
             return [sets[0] for sets in self._sets]
         layout, owners = self._buckets.layout, self._owners
@@ -185,24 +185,24 @@ class SharedTransport:
             raise
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """See `SliceTransport`. Others have read the norms of the previous step when they launch
-        this step's buckets."""
+        """Return every member's numbers, by rank. Others have read those of the previous step when
+        they launch this step's buckets."""
         self._norms[self._party.rank].copy_(own)
         self.meet()
         return self._norms
 
     def open_sums(self) -> Sequence[Tensor]:
-        """See `SliceTransport`: that member's buckets, or its separate sums."""
+        """Block until all sums are there; return the previous member's buckets or separate sums."""
         self.meet()
         return self._sums[(self._party.rank - 1) % self._party.size]
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
-        """See `SliceTransport`: the others' own buckets."""
+        """Block until all members have updated their slices; return each member's buckets."""
         self.meet()
         return [sets[0] for sets in self._sets]
 
     def close_slices(self) -> None:
-        """See `SliceTransport`."""
+        """Block until all members have read the slices that they need."""
         self.meet()
 
     @property
@@ -222,8 +222,8 @@ class SharedTransport:
         self._group.close()
 
     def _fill_window(self, bucket: int) -> None:
-        """Copy the own partial sums of a bucket to its window, once all members have added its
-        earlier content. Raises ExchangeError."""
+        """Copy this member's partial sums of a bucket to its window, once all members have added
+        its earlier content. Raises ExchangeError."""
         while self._num_reduced < bucket:
             count = self._first_token + self._num_reduced + 1
             self._group.hear(count, self._first_token + self._num_buckets + 1, self.deadline_s)
@@ -269,27 +269,27 @@ class SharedParameters:
         ]
 
     def memory(self) -> Sequence[Tensor]:
-        """See `ParameterTransport`."""
+        """Return for each block the memory in which this member keeps its parts."""
         return self._parts[self._rank]
 
     def fetch(self, block: int) -> Sequence[Tensor]:
-        """See `ParameterTransport`."""
+        """Return each rank's part of a block, in the memory that all members map."""
         if self._transport.is_cut:
             raise ExchangeError("the exchange was cut")
         return [parts[block] for parts in self._parts]
 
     def end_passes(self) -> None:
-        """See `ParameterTransport`."""
+        """Do nothing: other members read the memory without help."""
 
     def updated(self) -> None:
-        """See `ParameterTransport`."""
+        """Block until all members have updated their parts."""
         self._transport.meet()
 
     def cut(self) -> None:
-        """See `ParameterTransport`: the transport is cut instead."""
+        """Do nothing: the reduction's transport is cut, and `fetch` then raises."""
 
     def close(self) -> None:
-        """See `ParameterTransport`."""
+        """Drop the references to the shared memory."""
         self._parts = []
 
 
@@ -301,7 +301,8 @@ def prepare_blocks(
     kept: KeptSums | None = None,
 ) -> list[list[Block]]:
     """Return by bucket the blocks that this member adds; the blocks of all members cover each
-    bucket once. owners: those of sums that stay with them. kept: their place then, if not set 0."""
+    bucket once. owners: those of sums that stay with them. kept: those sums' place, if not set
+    0."""
     own = sets[party.rank][0]
     blocks = []
     for bucket, flat in enumerate(own):

@@ -39,7 +39,7 @@ class OwnedPart:
 
 @dataclass(frozen=True, slots=True)
 class SliceOwners:
-    """The slices of all members."""
+    """The division of all parameters into slices, one per member."""
 
     slices: tuple[tuple[tuple[int, int], ...], ...]
     """The elements [start, stop) by bucket (without the extras) and rank; may be empty."""

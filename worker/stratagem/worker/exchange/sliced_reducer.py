@@ -83,7 +83,7 @@ def sliced_exchange(
 
 
 class FragmentLink:
-    """One fragment's share of a link; closing the first share closes the link."""
+    """One fragment's share of a link; closing the last share closes the link."""
 
     def __init__(self, link: Link, fragment: int, num_fragments: int) -> None:
         self._link, self._fragment, self._num_fragments = link, fragment, num_fragments
@@ -95,11 +95,11 @@ class FragmentLink:
         )
 
     def send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
-        """Send under the fragment's own tag."""
+        """Start a send; the tag differs from other fragments' tags."""
         return self._link.send(peer, self._tag(tag), tensor)
 
     def recv(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
-        """Receive under the fragment's own tag."""
+        """Start a receive; the tag differs from other fragments' tags."""
         return self._link.recv(peer, self._tag(tag), tensor)
 
     def _tag(self, tag: int) -> int:
@@ -137,6 +137,6 @@ class FragmentExchange:
             reducer.cut()
 
     def close(self) -> None:
-        """Free everything."""
+        """Free the links and memory of all fragments."""
         for reducer in self.reducers:
             reducer.close()

@@ -37,8 +37,8 @@ class SliceExchange:
         is_mirrored: bool = False,
         kept: KeptSums | None = None,
     ) -> None:
-        """Plan the exchange. is_mirrored: see `sliced_exchange`. kept: the storage of own sums, if
-        not in buckets."""
+        """is_mirrored: this member also updates the previous member's slice. kept: the storage of
+        own sums, if not in buckets."""
         self._buckets, self._owners, self._rank = buckets, owners, rank
         self._transport, self._kept = transport, kept
         self._own = owners.parts[rank]
@@ -46,7 +46,7 @@ class SliceExchange:
         self._places = owners.places_of_norms()
 
     def divide(self, divisor: float) -> None:
-        """Divide the own sums, in the bucket's (widest) type."""
+        """Divide this member's sums, in the bucket's (widest) type."""
         if self._kept is not None:
             for flat in self._kept.flats:
                 flat.div_(divisor)
@@ -56,7 +56,8 @@ class SliceExchange:
             flat[start:stop].div_(divisor)
 
     def sums(self) -> list[Tensor]:
-        """Return the sums of the own parts: flat, in order, as views of the exchange's storage."""
+        """Return the flat sums of this member's parts, in order: views of the exchange's
+        storage."""
         if self._kept is not None:
             return [_kept_part_of(self._kept, part) for part in self._own]
         return [_part_of(self._buckets.tensors(0), part) for part in self._own]
@@ -211,24 +212,24 @@ class LinkSlices:
         self._gather_sums = _prepare(link, cuts, flats, 1 + len(cuts), without=pairs - following)
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """See `SliceTransport`."""
+        """Return every member's numbers, by rank; they are exchanged over the link."""
         self._by_rank[self._rank].copy_(own)
         self._transport.run_between(self._run, self._gather_norms)
         host = self._norms.cpu()
         return list(torch.split(host, [len(each) for each in self._by_rank]))
 
     def open_sums(self) -> Sequence[Tensor]:
-        """See `SliceTransport`: they are received into the own buckets or separate storage."""
+        """Receive the previous member's sums; return the buckets or the storage that have them."""
         self._transport.run_between(self._run, self._gather_sums)
         return self._given
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
-        """See `SliceTransport`: all are received into the own buckets."""
+        """Receive all other slices into this member's buckets; return these for each rank."""
         self._transport.run_between(self._run, self._gather_slices)
         return [self._buckets.tensors(0)] * self._size
 
     def close_slices(self) -> None:
-        """See `SliceTransport`: all have been sent."""
+        """Do nothing: the slices had been sent when `open_slices` returned."""
 
 
 def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:

@@ -42,7 +42,7 @@ class StepScalars:
     loss_sum: float
     """The sum of mean loss · weight."""
     stop: float
-    """Number of shards whose member requests a stop after this step; `END` is for one before."""
+    """Number of shards whose member requests a stop after this step, plus `END` if before it."""
     reached: Sequence[float]
     """Number of shards whose backward reached each parameter. NaN in the first marks that a codec
     met a gradient that was not finite, so that all members know."""
@@ -57,13 +57,13 @@ class StepScalars:
         return cls(weight, loss_sum, stop, reached, flat[num_head:])
 
     def flat(self) -> Tensor:
-        """Return all scalars as one tensor."""
+        """Encode all scalars as one float64 tensor; the inverse of `of`."""
         head = [self.weight, self.loss_sum, self.stop, *self.reached]
         return torch.cat([torch.tensor(head, dtype=torch.float64), self.rest])
 
     @property
     def loss(self) -> float:
-        """Return the mean loss; NaN where nothing was counted."""
+        """Return the mean loss; NaN if nothing was counted."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     @property
@@ -129,19 +129,19 @@ class SoloTransport:
                 total.div_(self._divisor)
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """See `SliceTransport`: a lone member owns everything."""
+        """Return the only member's numbers: a lone member owns everything."""
         return [own]
 
     def open_sums(self) -> Sequence[Tensor]:
-        """See `SliceTransport`: there is no member before this one."""
+        """Return the member's buckets: there is no member before it."""
         return self._sums
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
-        """See `SliceTransport`."""
+        """Return the member's buckets, which have all slices."""
         return [self._sums]
 
     def close_slices(self) -> None:
-        """See `SliceTransport`."""
+        """Do nothing: nobody else reads the slices."""
 
     def cut(self) -> None:
         self._is_cut = True
@@ -175,7 +175,7 @@ class ParameterTransport(Protocol):
         """Declare the own parts updated; block until all members have. Raises ExchangeError."""
 
     def cut(self) -> None:
-        """Make what is under way raise; from any thread."""
+        """Make calls in progress raise; from any thread."""
 
     def close(self) -> None:
         """Free threads and links. The memory stays with its users."""

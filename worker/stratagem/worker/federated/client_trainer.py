@@ -96,7 +96,7 @@ class ClientRound:
 
 @dataclass(frozen=True, slots=True)
 class ClientStep:
-    """A finished step of a client."""
+    """A local step that a client has finished: its number, rows, report and logged values."""
 
     number: int
     """The number of the step in its round, from 1."""

@@ -91,7 +91,7 @@ def _place(name: str, tensor: Tensor) -> tuple[object, ...]:
 
 
 def _difference(before: Tensor, after: Tensor) -> Tensor:
-    """Return the change in float64; 0 where the bits are equal, even of NaN or infinity."""
+    """Return each element's change in float64; 0 if the bits are equal, even of NaN or infinity."""
     after = after.detach().cpu()
     before = before.detach().cpu()
     if not after.is_floating_point():

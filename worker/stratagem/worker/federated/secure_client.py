@@ -376,7 +376,7 @@ class SecureClient:
                 raise RefusedBySiteError(f"{count}, and {needed} are needed")
 
     def _of_survivors(self, record: RoundRecord, other: int | None) -> bytes:
-        """Return the text that a client signs about the survivors: this client, or another one."""
+        """Return the text about the survivors that a client (this one or another) signs."""
         client = self._client if other is None else other
         members = self._round.of_members(record.members, bytes.fromhex(record.ring_seed))
         return self._round.of_survivors(client, members, record.survivors)
@@ -449,7 +449,7 @@ def masked_update(
 
 
 def _change(name: str, before: Tensor, after: Tensor) -> Floats:
-    """Return the change in float64; 0 where the bits are equal, even of NaN or infinity."""
+    """Return each element's change in float64; 0 if the bits are equal, even of NaN or infinity."""
     before, after = before.detach().cpu(), after.detach().cpu()
     difference = torch.where(after == before, 0.0, after.double() - before.double())
     if not bool(torch.isfinite(difference).all()):

@@ -238,7 +238,7 @@ class BlobUpload:
 
 @dataclass(slots=True)
 class _RunBlobs:
-    """The blobs of one run."""
+    """The blobs of one run, and which of them are still needed."""
 
     held: OrderedDict[str, Blob] = field(default_factory=OrderedDict)
     """The blobs, the least recently used first."""
@@ -319,7 +319,7 @@ class ReceivedBlobs:
         self._runs.setdefault(run_id, _RunBlobs()).note_federation(federation)
 
     def release(self, run_id: str, who: object) -> None:
-        """Undo `want`."""
+        """Undo `want`: the blob may be dropped again to make room."""
         run = self._runs.get(run_id)
         if run is None or run.wanted.pop(who, None) is None:  # the run was dropped meanwhile
             return
@@ -336,8 +336,8 @@ class ReceivedBlobs:
     def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
         """Open the upload of a blob, new or interrupted. The caller resets `is_open`.
 
-        An upload opened by a coordinator of an earlier term is dropped, since that one may be
-        frozen.
+        An upload opened by a coordinator of an earlier term is dropped, since that coordinator may
+        be frozen.
         """
         upload = self._uploads.get((run_id, digest))
         if upload is not None and upload.is_open and upload.term >= term:
@@ -357,7 +357,7 @@ class ReceivedBlobs:
         return upload
 
     def forget(self, run_id: str, upload: BlobUpload) -> None:
-        """Drop an upload unless it was replaced already; the next stream begins again."""
+        """Drop an upload unless another has replaced it; the next stream sends all bytes again."""
         if self._uploads.get((run_id, upload.digest)) is upload:
             self._uploads.pop((run_id, upload.digest)).drop()
 

@@ -30,11 +30,11 @@ class ClientStateStore:
     """The states of all clients that train here. Used by the torch thread."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:
-        """Use this folder, which outlives the process."""
+        """folder: for the states; it outlives the process."""
         self._folder, self._worker_id = folder, worker_id
 
     def path(self, run_id: str, client: int, round_num: int) -> Path:
-        """Return the path of a state's file."""
+        """Return the path of the file with a client's state after a round."""
         folder = self._folder / check_run_id(run_id) / f"client-{client}"
         return folder / f"round-{round_num}{_SUFFIX}"
 

@@ -131,7 +131,7 @@ class LastWords:
             self._say(who)
 
     def step(self, number: int) -> None:
-        """Record the number of applied steps (of a client: of begun steps)."""
+        """Record the number of applied steps (while a client trains: of begun steps)."""
         if self._map is not None:
             struct.pack_into("<q", self._map, _STEP, number)
 
@@ -285,7 +285,7 @@ class DeviceFault:
     """The reason why this process cannot use its device any more."""
 
     reason: str
-    """The driver's message."""
+    """The driver's message about the fault."""
     is_the_jobs: bool
     """True if the job would cause the fault on any device."""
 

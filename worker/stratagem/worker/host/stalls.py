@@ -139,7 +139,7 @@ def is_compiling(stack: Sequence[StackFrame]) -> bool:
 
 
 def counted_s(seconds: float, pause_s: float) -> float:
-    """Return the seconds between two checks that count; less if the process was suspended."""
+    """Return how many seconds between two checks count: fewer if the process was suspended."""
     return min(seconds, LATE * pause_s)
 
 

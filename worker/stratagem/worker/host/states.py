@@ -54,8 +54,8 @@ class DirectStates:
     _reads: dict[tuple[str, str], asyncio.Task[bool]] = field(default_factory=dict)
 
     async def read(self, blobs: ReceivedBlobs, run_id: str, digest: str, term: int) -> bool:
-        """Read a state into a run's blobs; return False if it must come another way. Concurrent
-        callers for the same state share one reading."""
+        """Read a state into a run's blobs; return False if the coordinator must send the state
+        instead. Concurrent callers for the same state share one reading."""
         key = (run_id, digest)
         task = self._reads.get(key)
         if task is None:
@@ -115,7 +115,7 @@ class SignedStream(Generic[R]):
     def __init__(
         self, requests: AsyncIterator[Any], make: Callable[..., R], idle_timeout_s: float
     ) -> None:
-        """Begin. requests: of the call, after the header. idle_timeout_s: how long to wait for a
+        """requests: the call's requests after the header. idle_timeout_s: how long to wait for a
         URL."""
         self._requests, self._idle_timeout_s = requests, idle_timeout_s
         self._make: Callable[..., R] = make
@@ -126,12 +126,12 @@ class SignedStream(Generic[R]):
         self._is_over = False
 
     def say(self, response: R) -> None:
-        """Queue a response."""
+        """Queue a response, which `responses` will yield."""
         self._said.append(response)
         self._changed.set()
 
     async def url(self, number: int, digest: bytes = b"") -> str:
-        """Ask for a signed URL for a leaf and return it. Raises UnavailableError."""
+        """Request a signed URL for a leaf and return the URL. Raises UnavailableError."""
         if self._is_over:
             raise UnavailableError("the coordinator signs nothing more")
         self._asked.append(pb.AskedLeaf(number=number, digest=digest))
@@ -148,7 +148,7 @@ class SignedStream(Generic[R]):
             self._waiting.pop(number, None)
 
     async def responses(self, work: Coroutine[Any, Any, None]) -> AsyncGenerator[R, None]:
-        """Yield responses and requests for URLs until the work is done; raise its error."""
+        """Yield responses and requests for URLs until `work` is done; raise its error, if any."""
         reading, working = asyncio.create_task(self._read()), asyncio.create_task(work)
         for task in (reading, working):
             task.add_done_callback(lambda _: self._changed.set())

@@ -61,7 +61,7 @@ def backend(device: torch.device) -> Backend:
 
 
 def signs(seed: int, numel: int, device: torch.device) -> Tensor:
-    """Return +1 where hash32(seed, i) is even, else -1, for i from 0: float32 [numel].
+    """Return for each i from 0 the sign +1 if hash32(seed, i) is even, else -1: float32 [numel].
 
     hash32(seed, i) = lowbias32(lowbias32(i) ^ seed), by Chris Wellons' integer hash
     (https://nullprogram.com/blog/2018/07/31/).

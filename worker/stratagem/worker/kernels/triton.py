@@ -162,7 +162,7 @@ def _elements(BLOCK: tl.constexpr):
 
 @triton.jit
 def _sign(seed, i):
-    """Return +1 if the hash is even, else -1."""
+    """Return the sign of element i: +1 if hash32(seed, i) is even, else -1."""
     return 1.0 - 2.0 * (_hash32(seed, i) & 1).to(tl.float32)
 
 

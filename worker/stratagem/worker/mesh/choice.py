@@ -81,7 +81,7 @@ def decode(words: bytes, rank: int) -> dict[str, EngineOffer]:
 
 
 def choose(offers: Sequence[Offer]) -> EngineChoice:
-    """Return the first engine of PREFERENCE that all can use. offers: by rank.
+    """Return the first engine of PREFERENCE that all members can use. offers: by rank.
 
     Raises InvalidInputError if there is none, since another rendezvous would not help.
     """
@@ -132,7 +132,7 @@ class MeshOffer:
     """The engines that this process offers to its parties. Used by the torch thread."""
 
     def __init__(self, wish: str, device: torch.device) -> None:
-        """Begin without failures. wish: AUTO, or the one engine that the operator requires."""
+        """wish: AUTO, or the only engine that the operator permits."""
         if wish != AUTO:
             self._engines: tuple[str, ...] = (wish,)
         elif device.type == "cuda":
@@ -143,7 +143,7 @@ class MeshOffer:
         self._num_failures = 0
 
     def engines(self, among: Sequence[str]) -> tuple[str, ...]:
-        """Return those of these engines that this process offers."""
+        """Return those of the given engines that this process offers."""
         return tuple(name for name in self._engines if name in among)
 
     def sharing_works(self) -> None:
@@ -240,7 +240,7 @@ class _Forming:
                 self._offer[name] = EngineOffer("", place.hub.address.encode())
 
     def agree(self) -> tuple[str, list[bytes]]:
-        """Exchange offers by the rendezvous; return the chosen engine and all addresses."""
+        """Exchange offers in the rendezvous; return the chosen engine and all addresses."""
         answers = self._rendezvous(encode(self._offer))
         offers = [decode(answer, rank) for rank, answer in enumerate(answers)]
         choice: EngineChoice = choose(offers)
@@ -255,8 +255,8 @@ class _Forming:
         return choice.engine, [offer[choice.engine].address for offer in offers]
 
     def agree_on_gloo(self, address: bytes) -> list[bytes]:
-        """Exchange offers including gloo; return its addresses. Raises _Elsewhere if another engine
-        was chosen."""
+        """Exchange offers that include gloo; return the members' gloo addresses. Raises _Elsewhere
+        if another engine was chosen."""
         self._offer["gloo"] = EngineOffer("", address)
         engine, addresses = self.agree()
         if engine != "gloo":

@@ -122,7 +122,7 @@ class GrpcLink:
         soon.
 
         Without this member no exchange can complete, but messages of others may still arrive. A
-        receive that stays open may wait for one that waits for the lost member.
+        receive that stays open may depend on a member that itself waits for the lost one.
         """
         await out.run()
         box = self._endpoint.box
@@ -177,7 +177,7 @@ class GrpcTransfer:
     __slots__ = ("__weakref__", "_out", "copy", "is_done", "size_bytes", "step", "tag", "tensor")
 
     def __init__(self, out: _Outbound, tag: int, tensor: Tensor, step: int, copy: HostCopy) -> None:
-        """Begin. copy: the tensor on the host."""
+        """copy: the tensor on the host, or on its way there."""
         self._out, self.tag, self.step = out, tag, step
         self.tensor, self.copy = tensor, copy
         self.size_bytes = tensor.nbytes

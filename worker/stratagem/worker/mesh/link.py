@@ -101,7 +101,7 @@ class CollectiveLink(Link, Protocol):
 
 
 class Formed(Protocol):
-    """The result of forming: a link, or several."""
+    """The result of forming: one link, or several that are cut and closed together."""
 
     def cut(self) -> None: ...
     def close(self) -> None: ...
@@ -118,8 +118,8 @@ class Forming(Generic[F]):
         self._link: Future[F] = Future()
 
     def link(self) -> F:
-        """Block until the link is formed; return it. Raises ExchangeError when cut, among
-        others."""
+        """Block until the link is formed; return it. Raises ExchangeError if cut, and the errors of
+        forming it."""
         here = contextvars.copy_context()  # the subjects of this thread's log lines
         threading.Thread(target=here.run, args=(self._run,), name="forming", daemon=True).start()
         try:

@@ -156,7 +156,7 @@ class Mailbox:
 
     @property
     def reason(self) -> str:
-        """The reason of the end; "" before it."""
+        """The reason why the mailbox has ended; "" until then."""
         return self._end
 
     @property
@@ -244,7 +244,7 @@ class Mailbox:
         self.changed.notify_all()
 
     def _admit(self, route: Route, spec: TensorSpec) -> _Message:
-        """Make room for a message, or raise if it is not acceptable."""
+        """Make room for a message, or raise if the message is not acceptable."""
         if self._end:
             raise UnavailableError(f"the receiver has left the party: {self._end}")
         if route in self._messages:
@@ -317,5 +317,5 @@ def _mismatch(receive: Receive, spec: TensorSpec) -> str:
 
 
 def _room(size_bytes: int) -> memoryview:
-    """Return memory that is allocated as it is written: an announced message may never come."""
+    """Return memory that is allocated only when written, as an announced message may never come."""
     return np.empty(size_bytes, np.uint8).data

@@ -63,7 +63,7 @@ class Group:
 
 
 class Endpoint:
-    """A member as others reach it. `streams` and `was_cut` are used on the event loop."""
+    """A local member as others reach it. `streams` and `was_cut` are used on the event loop."""
 
     def __init__(self, group: Group, max_early_bytes: int) -> None:
         self.group = group
@@ -208,7 +208,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
 
 class _Inbound:
-    """A stream from another member."""
+    """Receives one stream of messages from another member."""
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ def host_identity() -> str | None:
 def connect(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Return a socket to each other member, by rank. addresses: those of the listeners, by rank.
+    """Return a socket to each other member, by rank. addresses: the listeners' addresses, by rank.
 
     Closes the listener. Raises UnshareableError when a member cannot be reached at all, as when it
     has just died. Raises ExchangeError when one does not connect.
@@ -348,7 +348,7 @@ class SharedGroup:
     def hear(self, count: int, last: int, timeout_s: float) -> None:
         """Block until every other member has sent `count` tokens.
 
-        Raises ExchangeError, with a missing member: silent, or gone before it has sent `last`
+        Raises ExchangeError, naming a member that is silent, or gone before it has sent `last`
         tokens. A member that left after them has completed its work; one that left before is missed
         by all, so none waits for the others.
         """

@@ -136,7 +136,7 @@ class SlotLink:
 
 
 class ShmTransfer:
-    """A send in progress."""
+    """A send in progress: a message that waits for a slot or for its announcement."""
 
     __slots__ = ("_link", "data", "is_done", "peer", "route")
 
@@ -178,7 +178,7 @@ class _Way:
         self._out = bytearray()
         """Bytes of notices that did not fit into the socket yet."""
         self._out_fds: list[int] = []
-        """File descriptors of slots announced in these notices."""
+        """File descriptors of the slots that the notices in `_out` announce."""
         self._in = bytearray()
         self._in_fds: deque[int] = deque()
         box.enter(peer)

@@ -29,7 +29,7 @@ class ProcessGroupLink:
     name = ""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
-        """Use the group, an object of the backend's class, whose methods take lists of tensors."""
+        """group: an object of the backend's class, whose methods take lists of tensors."""
         self.rank, self.size = rank, size
         self._group: Any = group
         self._sent, self._received = over(self.name, SENT), over(self.name, RECEIVED)
@@ -48,7 +48,7 @@ class ProcessGroupLink:
         return self._begin(what, tensor, self._sent, lambda group: group.allreduce([tensor]))
 
     def failed(self, what: str, error: RuntimeError) -> ExchangeError:
-        """Turn an error of the group into that of a transfer."""
+        """Return the ExchangeError of a transfer for an error of the group."""
         return ExchangeError(f"{what}: {error}")
 
     def count(self, num_bytes: int) -> None:
@@ -134,7 +134,7 @@ def shut_down(target: SocketId) -> None:
 
 
 def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
-    """Yield a duplicate of each internet socket, which is closed at the next step."""
+    """Yield (id, duplicate) of each internet socket; the duplicate is closed at the next step."""
     for name in os.listdir("/proc/self/fd"):
         sock = _duplicate(int(name))
         if sock is None:
@@ -166,7 +166,7 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _ends(sock: socket.socket) -> frozenset[int]:
-    """Return the ports at both ends; empty if it is not connected."""
+    """Return the ports at both ends; empty if the socket is not connected."""
     try:
         return frozenset({sock.getsockname()[1], sock.getpeername()[1]})
     except OSError:
@@ -337,8 +337,8 @@ def serve_nccl(host: str, timeout_s: float) -> TCPStore:
 def connect_nccl(
     served: TCPStore | None, rank: int, size: int, address: str, timeout_s: float
 ) -> NcclLink:
-    """Connect `size` members by nccl; each must have set its CUDA device. address: of the first
-    member's store."""
+    """Connect `size` members by nccl; each must have set its CUDA device. address: where the first
+    member serves the store."""
     timeout = timedelta(seconds=timeout_s)
     try:
         name, port = address.rsplit(":", 1)

@@ -301,7 +301,7 @@ def _layout_of(state: Mapping[str, Tensor]) -> dict[str, object]:
 
 
 def _extra_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the content of `get_extra_state` in a state."""
+    """Return what `get_extra_state` has put into a state."""
     return {name: value for name, value in state.items() if _is_extra(name)}
 
 

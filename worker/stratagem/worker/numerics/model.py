@@ -201,8 +201,8 @@ def compiled(
 
 
 def _isolation() -> dict[str, Any]:
-    """Return compiler options that give each module its own recompile limit, where torch supports
-    it; modules of a class share one code object otherwise."""
+    """Return compiler options that give each module its own recompile limit, if torch supports
+    this; modules of a class share one code object otherwise."""
     wanted = {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
     known = inspect.signature(torch.compile).parameters
     return {name: value for name, value in wanted.items() if name in known}
@@ -249,8 +249,8 @@ def prepare(
     randomness: KeyedRandomness,
     numerics: int = CURRENT,
 ) -> ModelExecution:
-    """Apply the job's execution settings to the model, in place. numerics: version of the rules of
-    bits. Raises InvalidInputError for settings that this worker cannot apply."""
+    """Apply the job's execution settings to the model, in place. numerics: version of the rules
+    that decide the bits. Raises InvalidInputError for settings that this worker cannot apply."""
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
     check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)

@@ -151,7 +151,7 @@ class LossScale:
         return loss * self.value if self.is_dynamic else loss
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
-        """Divide the gradients, in place."""
+        """Divide the gradients by the scale, in place."""
         if self.is_dynamic:
             for param in params:
                 if param.grad is not None:

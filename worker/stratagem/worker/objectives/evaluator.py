@@ -224,7 +224,7 @@ class Evaluator:
         return self._rows(split, batch)
 
     def load(self, split: str, batch: int) -> tuple[Any, Any, int]:
-        """Begin a batch; return (x, y, number of rows)."""
+        """Seed a batch's random numbers and load its rows; return (x, y, number of rows)."""
         self.begin(split, batch)
         return self._gathered(split, batch)
 

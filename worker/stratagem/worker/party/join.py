@@ -189,7 +189,7 @@ def _fragment_exchange(
     trainer: LocalStepsTrainer,
     link: Link | SharedGroup | None,
 ) -> FragmentExchange:
-    """Make the exchange of replicas with one reducer per fragment; several share the link."""
+    """Make the exchange of replicas: one reducer per fragment; several reducers share the link."""
     fragments = trainer.fragments
     shares = [link] * len(fragments)
     if link is not None and len(fragments) > 1:

@@ -230,7 +230,7 @@ def _sum_over_replicas(
     runner: StageRunner,
     exchange: StageExchange,
 ) -> None:
-    """Set up the sum of this rank's gradients over all shards, if there are several."""
+    """Make the reducer that sums this rank's gradients over all shards, if there are several."""
     if plan.num_shards == 1 and not where.has_server:
         return
     buckets = GradientBuckets(runner.params, num_extras=runner.num_extras)

@@ -1,5 +1,5 @@
-"""Bring all members of a party to one state: the newest of any member, or the base where none has
-one.
+"""Bring all members of a party to one state: the newest of any member, or the base if no member has
+any.
 
 A member that is behind copies the live state of one that is not, or puts it together from slices
 that several members hold. Runs in the torch thread; calls go through the event loop.
@@ -60,7 +60,7 @@ class SegmentSums:
     rows: Tensor | None
 
     def take(self, work: ExecutionContext, trainer: Trainer) -> None:
-        """Continue the segment with these sums."""
+        """Load these sums into the session, which then continues the sender's segment."""
         trainer.add_stream_marks(marks_of(self.marks))
         tally = Tally(**json.loads(self.tally)) if self.tally else Tally()
         work.holding.begin_sums(work.segment)
@@ -288,7 +288,8 @@ def _gathered(
     survival: Survival,
     share: StateShare,
 ) -> Trainer:
-    """Send the slices that others need from here, receive all others, and load the own share."""
+    """Send the slices that others need from here, receive the rest, and load this member's
+    share."""
     me, given = view.rank, dict[int, State]()
     kept = _kept(work, survival, members, me)
     if kept is not None and me in survival.givers:
@@ -354,7 +355,7 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
 def _gift(
     work: ExecutionContext, survival: Survival, kept: KeptSlices, members: Members, me: int
 ) -> State:
-    """Return copies of the slices, and as donor of the rest, that this member gives to others."""
+    """Return copies of the slices that this member gives to others; a donor adds the rest."""
     tensors, metadata = kept.given(survival.slices_of(me))
     if me != survival.donor:
         return tensors, metadata

@@ -39,14 +39,14 @@ class Survival:
 
 
 def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival | None:
-    """Return what there is to go on with; None where nobody holds anything newer than the base.
+    """Return the survival to continue from; None if nobody holds anything newer than the base.
 
-    That is the newest division of which every slice is left, after its newest such step. Members
-    may have come to different divisions: where they change while the state is being divided anew,
-    some of them hold their new slices, and keep the earlier ones for the others. And one that was
-    cut off may be a step ahead of those.
+    It is that of the newest division whose slices are all left, after the newest such step. Members
+    may be at different divisions: if members change while the state is being divided anew, some
+    already hold their new slices, and keep the earlier ones for the others. A member that was cut
+    off may be a step ahead of these.
 
-    Raises SoleCopyLostError where a slice is gone with all that held it.
+    Raises SoleCopyLostError if a slice was lost with all members that held it.
     """
     said = [each.slices for each in members if each.HasField("slices")]
     divisions = {each.membership for each in said}

@@ -26,8 +26,8 @@ def coefficients(spec: PredictorSpec, steps: Sequence[int], target: int) -> list
     """Return one coefficient per gradient. steps: of the gradients, ascending; target: the step to
     predict.
 
-    One gradient alone is carried on as it is. Raises ValueError without gradients, for steps that
-    do not ascend, and for a target that is not ahead.
+    A single gradient is predicted to stay as it is. Raises ValueError without gradients, for steps
+    that do not ascend, and for a target that is not ahead.
     """
     if not steps:
         raise ValueError("there is no gradient to predict from")
@@ -96,9 +96,9 @@ def norm(flat: Tensor) -> float:
 
 
 def quality(exact: Tensor, predicted: Tensor) -> Quality:
-    """Compare a prediction with the exact gradient; both (N,).
+    """Return the quality of a prediction of the exact gradient; both are (N,).
 
-    The cosine follows from three norms by the law of cosines. Two gradients of zero agree.
+    The cosine follows from three norms by the law of cosines. Zero is a perfect prediction of zero.
     """
     distance, length, predicted_length = norm(exact - predicted), norm(exact), norm(predicted)
     if distance == 0:

@@ -8,7 +8,7 @@ over the whole batch, so replicas decide alike.
              and the loss does not diverge
     PREDICT  the gradient is predicted; `predict_steps` of them in a cycle, then FULL
     CORRECT  one exact step after every `correct_every` predictions: PREDICT again if they were
-             good, else FULL. None where the budget is used up: the FULL step that follows is exact.
+             good, else FULL. None if the budget is used up: the FULL step that follows is exact.
 """
 
 import json
@@ -38,7 +38,7 @@ _LEAST_DEVIATION: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LossSummary:
-    """Statistics of all kept losses. variance: of the population."""
+    """Statistics of all kept losses. variance: the population variance."""
 
     mean: float
     variance: float
@@ -104,7 +104,7 @@ class LossHistory:
         return change is not None and -change > threshold
 
     def is_diverging(self, window: int, numerics: int = CURRENT) -> bool:
-        """Return whether the loss has risen by more than a fifth; see `rise`."""
+        """Return whether the loss has risen by more than a fifth, as `rise` measures it."""
         return self.rise(window, DIVERGENCE_SHARE, numerics) is not None
 
     def rise(self, window: int, share: float, numerics: int = CURRENT) -> Rise | None:
@@ -316,12 +316,12 @@ class PhaseError(RuntimeError):
 
 
 def initial(spec: PhasesSpec) -> State:
-    """Return the state before the first step."""
+    """Return the schedule's state before the first step."""
     return State(configured(spec))
 
 
 def begin(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> State:
-    """Open the next step and return the state; the same state if a step is open already."""
+    """Open the next step and return the schedule's new state; unchanged if a step is open."""
     if state.is_open:
         return state
     phase = _next_phase(state, spec)
@@ -341,7 +341,7 @@ def end(
     checks: tuple[Quality, ...] = (),
     numerics: int = CURRENT,
 ) -> State:
-    """Close the open step and return the state.
+    """Close the open step; return the new state.
 
     loss: mean over the global batch in an exact step; a predicted step has none. checks: quality of
     predictions of this step's gradient; see `check_due` and `back_test_due`. Raises PhaseError if
@@ -378,7 +378,7 @@ def needed_full_steps(state: State, spec: PhasesSpec) -> int:
 
 
 def check_due(state: State) -> bool:
-    """Return whether the open step is the first exact one after predictions."""
+    """Return whether the open step must check predictions, as the first exact step after some."""
     return state.is_open and state.phase.is_exact and state.num_since_exact > 0
 
 

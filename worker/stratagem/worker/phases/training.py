@@ -217,7 +217,7 @@ class PhaseTraining:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all losses and gradients; lengths are as configured again."""
+        """Forget all losses and gradients, and return to the configured lengths of cycles."""
         self._state: State = schedule.initial(self._spec)
         self._history = GradientHistory(self._spec.predictor, self._spec.trust)
         self._forecast: tuple[int, Tensor] | None = None
@@ -231,7 +231,7 @@ class PhaseTraining:
 
     @property
     def is_check_due(self) -> bool:
-        """True if the next step is the first exact one after predictions."""
+        """True if the next step must check predictions, as the first exact step after some."""
         return schedule.check_due(self._opened)
 
     @property
@@ -246,7 +246,7 @@ class PhaseTraining:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics for people; speed-ups are those measured in this process."""
+        """Metrics of the phases, to be shown to people; the speed-ups cover this process only."""
         return {
             "step_ratio": self.statistics.step_ratio,
             "cost_speedup": self.seconds.cost_speedup,
@@ -306,7 +306,7 @@ class PhaseTraining:
         return [gradient if reached else None for gradient, reached in pairs]
 
     def end_predicted(self) -> None:
-        """End a Predict step."""
+        """End the open Predict step, after its update."""
         self._state = schedule.end(self._opened, self._spec)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -324,7 +324,7 @@ class PhaseTraining:
         return tensors, {_SCHEDULE: dump_state(self._state), _HISTORY: json.dumps(history)}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Load the result of `state`; a state without phases resets to the beginning."""
+        """Load the result of `state`; begin anew if it is from a job without phases."""
         self.reset()
         if _SCHEDULE not in metadata:
             return
@@ -399,24 +399,24 @@ class PassTimer:
     """Measures the seconds of each step, and reports them to the phases."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin. device: synchronised where that is needed to separate forward and backward."""
+        """device: synchronised where that is needed to tell forward from backward."""
         self._device = device
         self._is_backward = False
         self._step_began_s = self._mark_s = 0.0
         self._forward_s = self._backward_s = 0.0
 
     def begin_step(self) -> None:
-        """Begin a step."""
+        """Start measuring a step."""
         self._step_began_s = time.perf_counter()
         self._forward_s = self._backward_s = 0.0
 
     def begin_passes(self) -> None:
-        """Begin the passes of a shard: forward and backward alternate, once per micro-batch."""
+        """Start measuring a shard's passes: forward and backward in turn, once per micro-batch."""
         self._mark_s = time.perf_counter()
         self._is_backward = False
 
     def turn(self, *, to_backward: bool) -> None:
-        """End a pass; the next one, if any, is of another kind or another micro-batch."""
+        """Add the seconds of the pass that has ended. to_backward: a backward pass comes next."""
         if to_backward and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now_s = time.perf_counter()
@@ -427,7 +427,7 @@ class PassTimer:
         self._mark_s, self._is_backward = now_s, to_backward
 
     def end_exact_step(self, phases: PhaseTraining, phase: str) -> None:
-        """Report the seconds of an exact step."""
+        """Add the seconds of an exact step to those of the phases."""
         phases.seconds = phases.seconds.with_exact(
             TrainingPhase(phase),
             forward=self._forward_s,
@@ -436,5 +436,5 @@ class PassTimer:
         )
 
     def end_predicted_step(self, phases: PhaseTraining) -> None:
-        """Count the seconds of a predicted step."""
+        """Add the seconds of a predicted step to those of the phases."""
         phases.seconds = phases.seconds.with_predicted(time.perf_counter() - self._step_began_s)

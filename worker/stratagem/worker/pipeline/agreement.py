@@ -242,7 +242,7 @@ class StageExchange:
             line.cut()
 
     def close(self) -> None:
-        """Free everything; call `cut` first."""
+        """Free all connections; call `cut` first."""
         for line in self._lines():
             line.close()
 

@@ -64,7 +64,7 @@ class PassCallbacks:
     """The functions by which a pass loads its data and computes its loss.
 
     begin(micro_batch) starts the drawing of random numbers; load() then reads (x, y, rows);
-    lose(output, y, rows, micro_batch) answers the loss to begin a backward with, or None.
+    lose(output, y, rows, micro_batch) returns the loss from which backward begins, or None.
     """
 
     activity: str
@@ -85,7 +85,7 @@ class Gauge(Protocol):
 
 
 class RankPass:
-    """The execution of one pass. step: its number. count: of micro-batches."""
+    """Executes one pass of a rank. step: the pass's number. count: number of micro-batches."""
 
     def __init__(
         self,

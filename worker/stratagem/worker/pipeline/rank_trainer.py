@@ -271,8 +271,8 @@ class StageRunner:
     def _sums(
         self, exchange: StageExchange | None, owned: range, live: list[Tensor], wish: float
     ) -> tuple[StepScalars, StepSummary, float]:
-        """Compute the own shards, and wait for the sums over all; return the scalars, the summary,
-        and the largest request to stop."""
+        """Compute this replica's shards, and wait for the sums over all; return the scalars, the
+        summary, and the largest request to stop."""
         try:
             if self.schedules.can_settle:
                 self.schedules.settle(self._next_pass())

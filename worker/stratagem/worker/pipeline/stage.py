@@ -56,8 +56,8 @@ class StagePart:
         *,
         ends_single: bool,
     ) -> None:
-        """Begin. interval: number of nodes that are recomputed together in backward; None to keep
-        all activations. ends_single: convert the model's 16-bit outputs to float32."""
+        """interval: number of nodes that are recomputed together in backward; None to keep all
+        activations. ends_single: convert the model's 16-bit outputs to float32."""
         nodes = set(plan.stages[stage].nodes)
         self._program, self._modules, self._device = plan.program, modules, device
         self._ends_single = ends_single

@@ -86,7 +86,7 @@ class StoreTransport:
             self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """Wait for unfinished writes."""
+        """Wait for unfinished writes, and end the threads that write."""
         self._pool.shutdown(wait=True)
 
     def _submit(self, act: Callable[..., Any], *arguments: Any) -> None:

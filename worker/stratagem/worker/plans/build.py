@@ -236,7 +236,7 @@ def check_resumed_state(
     """Check that a state is that of the step from which the run must continue, and that steps
     remain.
 
-    metadata: that of the state; a federation's has no step. num_steps: of the whole training.
+    metadata: the state's; without a step if a federation made it. num_steps: of the whole training.
     """
     found = metadata.get("step", str(initial.step))
     if found != str(initial.step):
@@ -304,8 +304,8 @@ Layout: TypeAlias = list[tuple[object, ...]]
 def structural(
     work: ExecutionContext, model: nn.Module, variants: Iterable[pb.Variant]
 ) -> list[str]:
-    """Return the names of the job's variants whose states have another structure. model: of the
-    job."""
+    """Return the names of the job's variants whose states have another structure than the job's.
+    model: the job's."""
     names: dict[str, None] = {}
     own, entrypoints = work.job, work.entrypoints
     trained = [

@@ -61,8 +61,8 @@ def coded_update(
     client: int,
     numerics: int = CURRENT,
 ) -> tuple[Frozen, dict[str, int]] | None:
-    """Return (encoded update, bytes saved; see TrainResult.traffic). None if it is not finite: the
-    update is then sent uncoded, and the coordinator rejects it."""
+    """Return (encoded update, bytes saved; see TrainResult.traffic). None if the update is not
+    finite: it is then sent uncoded, and the coordinator rejects it."""
     assert job.compression is not None
     whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
     coded = [
@@ -280,7 +280,7 @@ def _train(
 def _before_step(
     work: ExecutionContext, recorder: StepRecorder, timer: ClientSteps
 ) -> Callable[[], None]:
-    """Return the function to call before each step of a round."""
+    """Return the function to call before each step, which raises if the plan must end."""
     steps = count(1)
 
     def before_step() -> None:
@@ -319,7 +319,7 @@ def _is_normalized(job: JobSpec) -> bool:
 def _loss_before(
     work: ExecutionContext, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan
 ) -> float | None:
-    """Return the loss of the base over the client's rows, where the job weights updates by it."""
+    """Return the loss of the base over the client's rows, if the job weights updates by it."""
     strategy = work.job.strategy
     if not isinstance(strategy, Federated) or strategy.options.q is None:
         return None
@@ -343,7 +343,7 @@ def _private(
 def _masked(
     work: ExecutionContext, done: ClientRound, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan
 ) -> Frozen:
-    """Return the masked change as the update. Raises RefusedBySiteError where the client has no
+    """Return the masked change as the update. Raises RefusedBySiteError if the client has no
     secrets for this round, or has used them for another update."""
     if not plan.HasField("secure_mask"):
         raise RefusedBySiteError("secure_aggregation: the plan asks for an update without masks")

@@ -51,12 +51,12 @@ def is_personal(job: JobSpec, name: str) -> bool:
 
 
 def shared(job: JobSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that are sent to the coordinator."""
+    """Return the shared tensors of a state, which are sent to the coordinator."""
     return {name: tensor for name, tensor in tensors.items() if not is_personal(job, name)}
 
 
 def personal(job: JobSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the private tensors, which are never sent."""
+    """Return the private tensors of a state, which are never sent."""
     return {name: tensor for name, tensor in tensors.items() if is_personal(job, name)}
 
 
@@ -165,8 +165,8 @@ def keep(
     if it is kept here.
 
     model: the client's own model, where it has one. base: the global state. kept: the state at the
-    beginning of the round. Raises InvalidInputError where it cannot be written, UserCodeError where
-    it is not finite.
+    beginning of the round. Raises InvalidInputError if it cannot be written, UserCodeError if it is
+    not finite.
     """
     job = work.job
     if not _keeps(job):
@@ -280,7 +280,7 @@ def control_begun(base: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def correction(base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return c - c_k for each parameter. own: c_k."""
+    """Return c - c_k, which is added to the gradient of each parameter. own: c_k."""
     return {name.removeprefix(CONTROL): base[name] - own[name] for name in own}
 
 

@@ -37,7 +37,7 @@ def evaluate_state(
 ) -> tuple[pb.ExecuteResult, int]:
     """Return the sums of the batches in this member's share, and the membership of the request.
 
-    If the coordinator requests another share meanwhile, it ends early with an unused result.
+    If the coordinator requests another share meanwhile, the evaluation ends early and is not used.
     """
     membership = work.control.view.membership
     work.set_activity("evaluating")
@@ -149,7 +149,7 @@ def show(work: ExecutionContext, plan: pb.ShowPlan) -> pb.Shown:
 
 
 def _callbacks(work: ExecutionContext) -> Callbacks:
-    """Return the callbacks of the evaluated model, or new ones where it is gone."""
+    """Return the callbacks of the session's model; new ones if it holds no model any more."""
     holding = work.holding
     if holding.trainer is not None:
         return holding.trainer.callbacks

@@ -36,7 +36,7 @@ class StepHistory:
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int
     ) -> None:
-        """Begin the record. step: the number of applied steps."""
+        """step: the number of applied steps."""
         self._work, self._stride = work, int(plan.history_stride)
         self._before = int(plan.history_from_step)
         """Number of steps in the history before those of this plan."""
@@ -195,7 +195,7 @@ class ClientHistory:
     thread."""
 
     def __init__(self, work: ExecutionContext, num_steps: int | None) -> None:
-        """Begin the record. num_steps: of one round; None if not known in advance."""
+        """num_steps: number of steps of a round; None if not known in advance."""
         recording, strategy = work.job.recording, work.job.strategy
         self._recorder: Recorder | None = None
         self._observes = recording is not None and recording.observed
@@ -255,7 +255,7 @@ class SentParts:
     """Sends the step history of one execution in parts. Used by the torch thread."""
 
     def __init__(self, work: ExecutionContext, stride: int = 0) -> None:
-        """Begin without parts. stride: of the rows, if the coordinator does not know it."""
+        """stride: the stride of the rows, if the coordinator does not know it."""
         self._work, self._stride = work, stride
         self._sent_s = -SEND_INTERVAL_S
         self._sha256 = hashlib.sha256()
@@ -264,7 +264,7 @@ class SentParts:
 
     @property
     def digest(self) -> str:
-        """The digest of all sent rows."""
+        """The SHA-256 of all rows sent so far."""
         return self._sha256.hexdigest()
 
     def are_due(self) -> bool:

@@ -88,7 +88,7 @@ class Segment:
     divided_at: int = -1
     """The membership whose slices are in the snapshot; -1 if the state is not divided."""
     kept: str = ""
-    """See TrainResult."""
+    """SHA-256 of the file to which this member has written what only it holds; "" without one."""
     streams: dict[int, str] = field(default_factory=dict)
     """Read positions (marks) of streams of rows at the end, by stream."""
     evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)

@@ -70,8 +70,8 @@ class BeatStream:
     is_over: Callable[[], bool]
     """Returns whether to stop sending heartbeats."""
     on_answer: Callable[[pb.HeartbeatStreamResponse, float | None], None]
-    """Called with each answer and the time at which its heartbeat was sent, or None if it answers
-    none."""
+    """Called with each answer, and the time of sending the answered heartbeat, or None without
+    one."""
     num_answered: int = 0
     _num_sent: int = 0
     _says_drain: bool = False
@@ -223,7 +223,7 @@ class Agent:
                 self.is_registered.clear()
 
     def _see(self, term: int) -> None:
-        """Note an answer of the coordinator, and its term."""
+        """Note that the coordinator has answered, and in which term."""
         self.see_term(term)
         self.heard_s = time.monotonic()
         identify(term=term)
@@ -234,7 +234,7 @@ class Agent:
         self._beat_now.set()
 
     def beat(self) -> None:
-        """Send a heartbeat at once."""
+        """Request a heartbeat at once."""
         self._beat_now.set()
 
     async def until_drain_is_announced(self) -> None:
@@ -310,7 +310,7 @@ class Agent:
     async def _beat_on(
         self, stream: BeatStream, stub: "CoordinatorServiceAsyncStub"
     ) -> Exception | None:
-        """Send heartbeats over a stream until it ends; return the error, None if regular."""
+        """Send heartbeats over a stream until it ends; return its error, None if regular."""
         try:
             await stream.run(stub)
         except grpc.aio.AioRpcError as error:
@@ -366,7 +366,7 @@ class Agent:
     def _take(
         self, answer: pb.HeartbeatResponse | pb.HeartbeatStreamResponse, sent_s: float | None
     ) -> None:
-        """Process an answer. sent_s: the time at which its heartbeat was sent, if it has one."""
+        """Process an answer. sent_s: when the answered heartbeat was sent, if there is one."""
         if sent_s is not None and answer.time_s:  # an older coordinator does not send it
             self.clock.note(sent_s, time.time(), answer.time_s)
         self._see(answer.term)

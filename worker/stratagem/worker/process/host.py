@@ -1,6 +1,4 @@
-"""Set up the host of a worker's sessions from the settings: its security, storage and
-capability.
-"""
+"""Make the `Host` that all sessions of a worker share: its security, storage and capability."""
 
 import asyncio
 import os
@@ -287,7 +285,7 @@ def device_of(name: str) -> torch.device:
 def capability_of(
     device: torch.device, local_data: Iterable[str], tags: Iterable[str]
 ) -> types_pb2.Capability:
-    """Return the capability to report: that of the device and the calling thread."""
+    """Return the capability to report, which depends on the device and the calling thread."""
     fingerprint, description = numerics_fingerprint(device)
     return types_pb2.Capability(
         device=str(device),

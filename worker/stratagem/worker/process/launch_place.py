@@ -61,7 +61,7 @@ def coordinator_of(environ: Mapping[str, str]) -> str:
 
 
 def device_at(place: Place, num_visible: int) -> str:
-    """Return the device for a place. num_visible: of CUDA devices.
+    """Return the device for a place. num_visible: number of visible CUDA devices.
 
     A launcher shows each process either all devices of the host or only its own.
     """
@@ -76,7 +76,7 @@ def device_at(place: Place, num_visible: int) -> str:
 
 
 def cores_at(place: Place, environ: Mapping[str, str], num_cores: int) -> int:
-    """Return the number of cores for a place. num_cores: usable ones on the host."""
+    """Return the number of cores for a place. num_cores: number of usable cores on the host."""
     if place.launcher == "slurm":
         if "SLURM_CPUS_PER_TASK" in environ:
             return max(1, min(num_cores, _number(environ, "SLURM_CPUS_PER_TASK")))
@@ -127,7 +127,7 @@ def _plain(environ: Mapping[str, str], host: str, pid: int) -> Place:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """Return a Slurm step's number of tasks on this node: "4(x2),1" is 4, 4 and 1 by node."""
+    """Return a Slurm step's number of tasks on this node: "4(x2),1" is 4, 4 and 1 per node."""
     told = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not told:
         return 1
@@ -143,7 +143,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def _local(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
-    """Return (rank on this host, number of processes on it); variables may be missing."""
+    """Return (rank on this host, number of processes on it); missing variables count as 0 and 1."""
     if rank not in environ:
         return 0, _number(environ, size, default=1) or 1
     return _rank(environ, rank, size), _number(environ, size, default=1) or 1

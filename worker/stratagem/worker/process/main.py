@@ -335,14 +335,14 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
 
 
 def _released(stop: Stop, run_id: str) -> None:
-    """Handle the end of the run for which this process was started."""
+    """Request the end of this process, since the run for which it was started has ended."""
     if not stop.told.is_set():
         log.warning("not needed: the run has ended", run=run_id)
     stop.release(f"the end of run {run_id}")
 
 
 def _unknown(stop: Stop, run_id: str) -> None:
-    """Handle that the coordinator does not know the run for which this process was started."""
+    """Request the end of this process: the coordinator does not know the run it was started for."""
     if not stop.told.is_set():
         log.error("no such run: its id is misspelt, or it was deleted", run=run_id)
     stop.refuse(f"learning that no run {run_id} is known")
@@ -489,7 +489,7 @@ async def _first_of(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event)
 
 
 def _site(settings: WorkerSettings) -> SiteGate | None:
-    """Make the gate from the site's file. Raises InvalidInputError for a wrong file."""
+    """Make the gate for the site's file, if any. Raises InvalidInputError for a wrong file."""
     if settings.site is None:
         return None
     try:
@@ -501,7 +501,7 @@ def _site(settings: WorkerSettings) -> SiteGate | None:
 async def _in_thread(
     thread: TorchThread, settings: WorkerSettings, site: SiteGate | None
 ) -> types_pb2.Capability:
-    """Return the capability, measured in the torch thread."""
+    """Measure this worker's capability in the torch thread, and return it."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[types_pb2.Capability] = loop.create_future()
 

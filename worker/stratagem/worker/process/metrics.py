@@ -143,7 +143,7 @@ def process_stats(settings: WorkerSettings) -> ProcessStats:
 
 
 class WorkerMonitor:
-    """The metrics of one worker process; `agent` is set once there is one."""
+    """The metrics of one worker process; `agent` is None until the heartbeats' Agent exists."""
 
     def __init__(self, process: ProcessStats, host: Host, sessions: Sessions) -> None:
         self.agent: Agent | None = None

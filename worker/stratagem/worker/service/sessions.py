@@ -115,7 +115,7 @@ class Sessions:
     def begin(
         self, request: pb.ExecuteRequest, job: JobSpec, admission: SiteAdmission | None = None
     ) -> PlanExecution:
-        """Make the execution of a new request. admission: the site's."""
+        """Start the execution of a new request. admission: the site's, if there is one."""
         key, plan_key = key_from(request.session), key_of(request)
         session = self._sessions.get(key)
         if self._is_draining:
@@ -168,7 +168,7 @@ class Sessions:
         return run_id in self._run_caches
 
     def check_run(self, run_id: str) -> None:
-        """Raise NotFoundError if nothing of a run is here."""
+        """Raise NotFoundError if this worker holds no session of the run."""
         if not self.holds_run(run_id):
             raise NotFoundError(f"this worker holds no session of run {run_id!r}")
 
@@ -194,7 +194,7 @@ class Sessions:
             raise PermissionDeniedError(f"{caller.name} is no member of {where}")
 
     def abort(self, ref: types_pb2.SessionRef) -> None:
-        """End the plans of a session and withdraw its offers, if it exists."""
+        """End a session's plans and withdraw its offers; do nothing if there is no such session."""
         session = self._sessions.get(key_from(ref))
         if session is None:
             return
@@ -241,7 +241,7 @@ class Sessions:
             execution.drain()
 
     async def idle(self) -> None:
-        """Wait until no plan runs."""
+        """Wait until no plan of any session runs."""
         for execution in list(self._executions()):
             await execution.work.outbox.ended()
 
@@ -338,7 +338,7 @@ def key_from(ref: types_pb2.SessionRef) -> SessionKey:
 MAX_PARTIES: Final = 16_384
 
 ASK_TIMEOUT_S: Final = 0.9
-"""Maximum wait for a term; a call with a new term is answered within twice this."""
+"""Maximum wait for a term; a call with a new term waits at most twice."""
 
 
 class FenceGuard:
@@ -365,8 +365,8 @@ class FenceGuard:
         self._said = asyncio.Event()
 
     async def check_term(self, term: int) -> None:
-        """Raise StaleError for a term older than the coordinator's, UnavailableError for one that
-        it does not confirm in time."""
+        """Raise StaleError for a term older than the coordinator's, UnavailableError for a later
+        term that the coordinator does not confirm in time."""
         for _ in range(2):  # the first answer may be older than the question
             if term > self._term:
                 await self._wait_for_answer()
@@ -380,7 +380,7 @@ class FenceGuard:
     async def check(
         self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
     ) -> None:
-        """Raise StaleError for an older term or membership. is_order: remember the fence."""
+        """Raise StaleError if term or membership is too old. is_order: remember the membership."""
         await self.check_term(fence.term)
         key = (run_id, party)
         seen = self._memberships.get(key, 0)

@@ -46,7 +46,7 @@ LOOKS: Final = 8
 HUNG: Final = 10
 """If the event loop does not run for this multiple of the limit, the stacks are written."""
 REARM_S: Final = 5.0
-"""Minimum seconds between two restarts of that timer."""
+"""Minimum seconds between two restarts of the timer that writes the stacks."""
 _EVENT_LOOP: Final = "MainThread"
 _IDLE: Final = "concurrent.futures.thread"
 """The module in which idle threads of a pool wait."""
@@ -95,8 +95,8 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _try_to_look(self, now_s: float) -> None:
-        """Check the thread. Errors are logged, since bugs or odd code of the user's must not end
-        the process."""
+        """Check the thread. Errors are logged, since a bug here or odd user code must not end the
+        process."""
         try:
             self.look(now_s)
         except Exception as error:  # the supervisor of the torch thread: it looks again
@@ -105,7 +105,7 @@ class Watchdog:
                 log.error("the torch thread cannot be watched", exc_info=error)
 
     def look(self, now_s: float) -> None:
-        """Check the thread once."""
+        """Check the thread once: report a long stay, or end the process if the thread is stuck."""
         thread = self.host.thread
         owner, before = thread.owner, self._stay
         num_moves = thread.activity.num_moves
@@ -161,7 +161,7 @@ class Watchdog:
         return any(plan.is_attended and not plan.is_ended for plan in waiting if plan is not owner)
 
     def _waited_s(self, now_s: float) -> float:
-        """Return how long others have waited for a thread with unneeded work; else 0."""
+        """Return how long others have waited for the thread, if its work is not needed; else 0."""
         wanted_s, while_s = self._wanted_s, self.limits.grace_s / LOOKS
         if wanted_s is None or not self._stay.is_hopeless(now_s, while_s, wanted_s=wanted_s):
             return 0.0
@@ -176,7 +176,7 @@ class Watchdog:
             self._log(cause, seconds)
 
     def _report(self, now_s: float) -> None:
-        """Report the stay to the plans that have the thread or wait for it, also later ones."""
+        """Report the stay to plans that have or await the thread: at intervals, and to new ones."""
         seconds = self.host.stats.stalled_s = now_s - self._stay.since_s
         plans, is_again = list(self.sessions.awaiting_thread()), is_due_again(seconds, self._told_s)
         waited_s = self._waited_s(now_s)
@@ -218,7 +218,7 @@ class Watchdog:
         self._told, self._told_s = [], 0.0
 
     def _activity(self) -> str:
-        """Return the thread's activity for people."""
+        """Return a text about what the thread is doing."""
         text = self.host.thread.activity.text
         if not text and isinstance(self._owner, PlanExecution):
             outbox = self._owner.work.outbox
@@ -236,7 +236,7 @@ class Watchdog:
         return StallCause(printable(cause.place, is_line=True), cause.awaits)
 
     def _log(self, cause: StallCause, seconds: float) -> None:
-        """Log where threads are that run code of the job or of Stratagem."""
+        """Log the position of each thread that runs code of the job or of Stratagem."""
         about = {}
         if isinstance(self._owner, PlanExecution):
             key = self._owner.work.key

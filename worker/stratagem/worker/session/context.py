@@ -140,11 +140,11 @@ class SessionState:
     membership: int = -1
     """The membership of the exchange."""
     inference: tuple[str, Inference] | None = None
-    """The version of the data that the model in `inference` evaluates; see ExecutionContext."""
+    """(digests of the loaded state, the model that evaluates it); None without one."""
     data_version: str = ""
-    """The version of the data that this model evaluates; see ExecutionContext."""
+    """The version of the data that the model in `inference` evaluates; see ExecutionContext."""
     lineage: int = 0
-    """The lineage of the state; see TrainPlan."""
+    """Rises when the party begins from a given state; states of earlier lineages are dropped."""
     spent: int = -1
     """The highest membership whose rendezvous is over; it cannot be repeated."""
     tally: Tally = field(default_factory=Tally)
@@ -350,7 +350,7 @@ class ExecutionContext:
         )
 
     def readers(self) -> ReaderPool | None:
-        """Return the processes that read rows for this run; None where the torch thread does."""
+        """Return the processes that read rows for this run; None if the torch thread reads them."""
         return self.host.readers.of(self.key.run_id, self.job, self.entrypoints)
 
     def new_trainer(
@@ -358,8 +358,8 @@ class ExecutionContext:
     ) -> Trainer:
         """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded.
 
-        share: of the optimizer's state that it keeps, or all of it. folder: of files that hold its
-        model instead of memory.
+        share: the slice of the optimizer's state to keep; None for all. folder: of files that hold
+        the model instead of memory.
         """
         trainer = build_trainer(
             self.job,

@@ -285,7 +285,7 @@ class Outbox:
     """The messages of one execution, for any number of attached calls."""
 
     def __init__(self, worker_id: str, disclosure: Disclosure | None = None) -> None:
-        """Begin without messages. disclosure: a site's rules; None to send everything."""
+        """disclosure: a site's rules; None to send everything."""
         self._worker_id, self._disclosure = worker_id, disclosure
         self._changed = asyncio.Event()
         self._needed: dict[int, pb.NeedBlob] = {}  # by serial number
@@ -308,7 +308,7 @@ class Outbox:
         self.activity = activity
 
     def need(self, digest: str, *, was_here: bool = False) -> None:
-        """Announce that the plan waits for this blob. was_here: it was dropped to make room."""
+        """Announce that the plan waits for a blob. was_here: the blob was dropped to make room."""
         self.has(digest)
         self._num_needs += 1
         self._needed[self._num_needs] = pb.NeedBlob(digest=digest, was_here=was_here)

@@ -97,7 +97,7 @@ class LeafPieces:
     async def _views(
         self, number: int, pieces: Sequence[pb.LeafPiece]
     ) -> Sequence[Sequence[memoryview]]:
-        """Return the bytes of each of these pieces, all of one holder."""
+        """Return the bytes of each of these pieces, which one member holds."""
         holder = self._header.holders[number]
         if not holder.address:
             reader = ByteReader(self._state.named(holder.name).buffers)
@@ -226,7 +226,7 @@ class FolderSink:
     """Writes leaves to the folder of states."""
 
     def __init__(self, folder: StateFolder | None, header: pb.WriteLeavesHeader) -> None:
-        """Use the folder. Raises NotFoundError if it is not the one that the header names."""
+        """Raises NotFoundError if the header names another folder than this worker's."""
         if folder is None:
             raise NotFoundError("this worker has no --state-folder")
         if folder.store_id() != header.store_id:

@@ -36,7 +36,7 @@ class KeptReplicas:
     """The files with the only copies of states of all runs of one worker."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Use this folder, which no other worker uses; it is made when needed. None for memory."""
+        """folder: used by no other worker, made when needed; None to keep states in memory."""
         self._folder = folder
         self._in_memory: dict[tuple[str, int], State] = {}
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class KeptReplicas:
         return digest
 
     def load(self, run_id: str, segment: int, digest: str) -> State:
-        """Return a written state. Raises SoleCopyLostError where it is missing or has changed."""
+        """Return a written state. Raises SoleCopyLostError if it is missing or has changed."""
         with self._lock:
             state = self._in_memory.get((run_id, segment))
         if state is not None:

@@ -54,14 +54,14 @@ class Frozen:
     """The previous member's mirrored slice of the same state; None without a mirror."""
 
     def named(self, name: str) -> "Frozen":
-        """Return this state or its mirror, by name. Raises NotFoundError."""
+        """Return this state or its mirror, by name. Raises NotFoundError for other names."""
         for state in (self, self.mirror):
             if state is not None and state.name == name:
                 return state
         raise NotFoundError(f"no snapshot {name[:40]!r} is here any more")
 
     def mirrored(self) -> "Frozen":
-        """Return the mirror. Raises NotFoundError where there is none."""
+        """Return the mirror. Raises NotFoundError if there is none."""
         if self.mirror is None:
             raise NotFoundError("no mirror of the part of another member is here")
         return self.mirror
@@ -85,7 +85,7 @@ def freeze(
 
 
 class StateStore:
-    """The states of one session."""
+    """The snapshots and the live state that one session offers to others."""
 
     def __init__(self) -> None:
         self._snapshots: OrderedDict[int, Frozen] = OrderedDict()
@@ -252,7 +252,7 @@ def without_same(state: Frozen, base: Frozen) -> SentState:
 # the others still need.
 
 State = tuple[Mapping[str, Tensor], Mapping[str, str]]
-"""Tensors and metadata."""
+"""A state: tensors and metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +308,7 @@ class KnownLeaves:
     """Digests of the leaves of the latest hashed snapshot of a session."""
 
     def __init__(self, glimpsing: _Glimpsing) -> None:
-        """Begin without digests. glimpsing: provides a named snapshot briefly, if it still
-        exists."""
+        """glimpsing: provides a named snapshot briefly, if it still exists."""
         self._glimpsing = glimpsing
         self._name, self._layout = "", _Layout()
         self._digests: dict[int, bytes] = {}
@@ -334,7 +333,7 @@ class LeafHasher:
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
-        """Begin. known: digests of the base's leaves. found: receives those of this state."""
+        """known: digests of the base's leaves. found: receives those of this state."""
         self._glimpsing, self._known, self._found = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 
@@ -402,7 +401,7 @@ class WorkStats:
     ended: Counter[str] = field(default_factory=Counter)
 
     def add_step(self, seconds: float, report: "StepReport") -> None:
-        """Count one training step."""
+        """Count one training step, with its duration and the numbers of its report."""
         self.num_steps += 1
         self.step_seconds.add(seconds)
         self.num_rows += report.num_rows

@@ -78,7 +78,7 @@ def _own_file(filename: str, places: CodePlaces) -> str:
 
 
 def _homes(module: object) -> list[str]:
-    """Return a module's file, or a package's folders."""
+    """Return the paths of a module's code: its file, or its folders if it is a package."""
     folders = getattr(module, "__path__", None)
     if folders is not None:
         return [str(folder) for folder in folders]

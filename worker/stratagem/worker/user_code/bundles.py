@@ -44,12 +44,12 @@ def root_of(digest: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module inside its bundle."""
+    """Return a module's name inside its bundle; names of other modules are unchanged."""
     return name[_ROOT_CHARS + 1 :] if name.startswith(PREFIX) else name
 
 
 def plain_path(filename: str) -> str:
-    """Return the path of a file inside its bundle."""
+    """Return a file's path relative to its bundle; other paths are unchanged."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not filename.startswith(os.path.join(folder, "")):
         return filename

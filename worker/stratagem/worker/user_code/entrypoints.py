@@ -82,7 +82,7 @@ class EntryPoints:
 
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
         """Return the callable of this name with keyword arguments bound. Raises InvalidInputError
-        for a keyword that it does not take."""
+        for a keyword that the callable does not take."""
         target = self.resolve(name, f"{field}.entrypoint")
         _check_keywords(target, name, kwargs, f"{field}.kwargs")
         if any(isinstance(value, Mapping | list) for value in kwargs.values()):
@@ -90,8 +90,8 @@ class EntryPoints:
         return partial(target, **kwargs) if kwargs else target
 
     def import_allowed(self, module_name: str, field: str, name: str) -> ModuleType:
-        """Import the module of an allowed entry point. Raises InvalidInputError if it is missing,
-        UserCodeError for its errors."""
+        """Import the module of an allowed entry point. Raises InvalidInputError if there is no such
+        module, UserCodeError if its code fails."""
         with user_code(f"importing {module_name}"):
             try:
                 if self._brings(module_name):

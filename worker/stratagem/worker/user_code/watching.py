@@ -151,7 +151,8 @@ class _Records(logging.Handler):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Install these streams for the process; call it after logging is set up."""
+    """Context manager that also passes each thread's output and logs to its sink. Enter it after
+    logging is set up."""
     real_out, real_err, records = sys.stdout, sys.stderr, _Records()
     sys.stdout, sys.stderr = _Tee(real_out, "PRINT"), _Tee(real_err, "ERROR")
     logging.getLogger().addHandler(records)
