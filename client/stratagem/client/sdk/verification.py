@@ -348,7 +348,7 @@ def certificate(status: RunStatus, found: Verification, time_s: float) -> dict[s
 def read_certificate(path: Path) -> Mapping[str, Any]:
     """Return the certificate that a file holds.
 
-    Raises InvalidInputError for a file that is none, IntegrityError for one that was changed.
+    Raises InvalidInputError if the file is no certificate, IntegrityError if it was changed.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -48,7 +48,7 @@ class RunLogs:
         self._changed: dict[RunId, asyncio.Event] = {}
 
     def add(self, run_id: RunId, line: RunLogLine) -> None:
-        """Append a line, and wake up its readers. A line that the disk does not take is lost."""
+        """Append a line, and wake its readers. A line that cannot be written is dropped."""
         if run_id in self._full:
             return
         try:

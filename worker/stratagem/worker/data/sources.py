@@ -260,7 +260,8 @@ def rows_to_compare(
 
 
 def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
-    """Raise InvalidInputError for settings that do not fit the data, and for rows that change."""
+    """Raise InvalidInputError for settings that the kind of data set does not have, and for rows
+    that differ when they are read twice."""
     streams = [split for split, dataset in splits.items() if isinstance(dataset, StreamDataset)]
     check_streams(job, streams)
     by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]

@@ -504,6 +504,6 @@ class _DirectRun:
     def _post(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer]
     ) -> list[PendingTransfer]:
-        """Start transfers and return all of them."""
+        """Start the sends and receives of this all-reduce; return the transfers in progress."""
         received, sent = start_transfers(self.link, self.turn.first_tag, sends, receives)
         return received + sent

@@ -25,7 +25,7 @@ it, the transfer may never be notified."""
 
 
 class Turn(Protocol):
-    """The interface of a step in progress, for a method."""
+    """The current step as an exchange method sees it: its transfers, and how to wait for them."""
 
     @property
     def first_tag(self) -> int:

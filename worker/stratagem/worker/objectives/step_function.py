@@ -240,7 +240,7 @@ def _weight(value: Any, what: str) -> float:
 
 
 def make_objective(job: JobSpec, entrypoints: EntryPoints) -> Objective:
-    """Make the objective of a job: a step function, a loss, or the sum over turns."""
+    """Make a job's objective: its step function, its loss, or the sum of its turns' losses."""
     if job.turns is not None:
         return TurnsObjective(step_functions(job, entrypoints))
     if job.step is None:

@@ -67,7 +67,7 @@ class Seconds:
     def with_exact(
         self, phase: TrainingPhase, *, forward: float, backward: float, whole: float
     ) -> "Seconds":
-        """Return the sums including one more exact step."""
+        """Return the sums with the times of one more exact step, which computed its gradient."""
         full, predict, correct = self.counts
         counts = Counts(
             full + (phase is TrainingPhase.FULL),

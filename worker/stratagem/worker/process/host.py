@@ -222,8 +222,8 @@ def _states(settings: WorkerSettings) -> DirectStates | None:
 
 
 def _objects(settings: WorkerSettings, data_plane: str) -> SignedObjects | None:
-    """Return the client for signed requests; None for a site, whose states only go through the
-    coordinator."""
+    """Return the client that reads and writes the object store by presigned URLs; None for a
+    worker with a site file, which sends its states only through the coordinator."""
     if not settings.takes_signed_requests:
         return None
     return SignedObjects(allows_http=data_plane == "trusted")
