@@ -18,12 +18,12 @@ ALL_REDUCE = {
     "num_replicas": 2,
     "aggregation": {"method": "AllReduce"},
 }
-MAX_JOB = Walk(files=225, returns=765)
-MAX_GRADIENT = Walk(files=35, returns=62)
-MAX_ACTIVATION = Walk(files=40, returns=64)
-MAX_UPDATE = Walk(files=162, returns=475)
+MAX_JOB = Walk(files=235, returns=790)
+MAX_GRADIENT = Walk(files=42, returns=75)
+MAX_ACTIVATION = Walk(files=52, returns=80)
+MAX_UPDATE = Walk(files=180, returns=520)
 """Of the worker and of the coordinator together."""
-MAX_COMMIT = Walk(files=66, returns=122)
+MAX_COMMIT = Walk(files=75, returns=140)
 
 
 def is_within(walk: Walk, most: Walk) -> bool:
