@@ -71,7 +71,7 @@ test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" 
 
 # ARGS="--write" records what was measured; TESTS has options of `make test`.
 budget: setup  ## all tests, their CPU seconds by folder, and whether that is more than it may be
-	$(MAKE) test ARGS="--cpu-seconds $(VENV)/cpu_seconds $(TESTS)"
+	$(MAKE) test ARGS="--cpu-seconds=$(VENV)/cpu_seconds $(TESTS)"
 	$(BIN)/python -m tests.cpu_budget $(VENV)/cpu_seconds $(ARGS)
 
 gpu: setup  ## check and measure a device, DEVICE=cuda:0 unless said; ARGS="--only kernels" chooses
