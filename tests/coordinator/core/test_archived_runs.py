@@ -68,7 +68,6 @@ def test_a_run_that_is_recalled_is_the_run_that_was_archived(strategy: dict[str,
     state = put_to_rest(before, [summary])
     assert (list(state.runs), list(state.ended)) == ([], [RUN])
     assert state.find(RUN) is summary
-    assert not state.is_active(RUN)
     assert state.all_runs() == [summary]
     assert phase_of(world_of(state), summary) is RunPhase.CANCELLED
     assert live_blobs(state) == live_blobs(before), "nothing of it is collected"

@@ -14,9 +14,9 @@ import torch
 
 from stratagem.common.base.errors import LimitError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.leaves import SMALL_BYTES, StateFolder, state_digest
+from stratagem.common.tensors.leaves import MAX_ASKED, SMALL_BYTES, StateFolder, state_digest
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects.context import MAX_ASKED, MAX_SIGNED, LeafSigning
+from stratagem.coordinator.effects.context import MAX_SIGNED, LeafSigning
 from stratagem.coordinator.effects.direct_commit import written_by_members
 from stratagem.coordinator.effects.execute import reads_by_itself
 from stratagem.coordinator.updates.merge import ContradictionError

@@ -40,6 +40,9 @@ from stratagem.common.tensors.manifest import (
 LEAF_BYTES: Final = 64 * 2**20
 SMALL_BYTES: Final = 2**20
 MAGIC: Final = b"stratagem state in leaves 1\n"
+MAX_ASKED: Final = 64
+"""The most leaves whose signed requests one message asks for; their URLs then take at most half a
+megabyte."""
 _DIGEST_BYTES: Final = 32
 
 

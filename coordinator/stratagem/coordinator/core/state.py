@@ -353,11 +353,6 @@ class CoordinatorState:
         """Return a run, active or archived; None if it is not known."""
         return self.runs.get(run_id) or self.ended.get(run_id)
 
-    def is_active(self, run_id: RunId) -> bool:
-        """Return True if the run is known and has not ended."""
-        run = self.runs.get(run_id)
-        return run is not None and run.ended is None
-
 
 @dataclass(frozen=True)
 class World:

@@ -34,7 +34,7 @@ from stratagem.common.rpc.streams import StallTimeout
 from stratagem.common.rpc.tensor_transfer import push_frames
 from stratagem.common.strategy.strategies import MAX_CLIENTS
 from stratagem.common.tensors.files import header_of
-from stratagem.common.tensors.leaves import read_list
+from stratagem.common.tensors.leaves import MAX_ASKED, read_list
 from stratagem.common.tensors.manifest import Limits, Manifest, to_proto
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect, TrainClient
@@ -493,8 +493,6 @@ async def _send_list(call: Any, content: bytes) -> None:
 #
 # Within one call, a worker asks for signed requests about the leaves of one state.
 
-MAX_ASKED: Final = 64
-"""The most leaves that a worker may ask for in one message."""
 MAX_SIGNED: Final = 16
 """The most signed requests per leaf; another one is signed if the last was refused or expired."""
 

@@ -32,6 +32,7 @@ from sqlalchemy.exc import (
 )
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, UnavailableError
+from stratagem.common.base.files import sync_folder
 
 # ---- Interface ----
 
@@ -124,7 +125,7 @@ def open_sqlite(path: Path) -> Database:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     file = os.fstat(descriptor).st_ino
     os.close(descriptor)
-    _sync_folder(path)
+    sync_folder(path.parent)
     return Database(
         writer=_sqlite_engine(path, "BEGIN IMMEDIATE", file),
         reader=_sqlite_engine(path, "BEGIN", file),
@@ -134,15 +135,6 @@ def open_sqlite(path: Path) -> Database:
         patience_s=_SQLITE_PATIENCE_S,
         migration_lock="",
     )
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the file's entry in its folder durable."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @contextmanager

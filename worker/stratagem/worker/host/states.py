@@ -29,6 +29,7 @@ from stratagem.common.tensors.files import MAX_HEADER_BYTES
 from stratagem.common.tensors.leaves import (
     LEAF_BYTES,
     MAGIC,
+    MAX_ASKED,
     Leaf,
     LeafList,
     StateFolder,
@@ -102,9 +103,6 @@ def _fresh_upload(
 # In this call the worker asks for signed requests, and reports their results. Requests that are
 # needed at the same moment share a message, and each URL goes to the task that waits for it. Used
 # on the event loop.
-
-MAX_ASKED: Final = 64
-"""Maximum number of leaves per message; their URLs then take at most half a megabyte."""
 
 R = TypeVar("R", pb.WriteLeavesResponse, pb.FetchStateResponse)
 
