@@ -494,8 +494,6 @@ _VERIFICATION: Final[Table] = (
         "true, as only equal bits can be compared",
         "verification when privacy.noise is secret": "is not possible with privacy.noise secret, "
         "which nobody can draw again",
-        "strategy.options.all_reduce": "{strategy.options.all_reduce} is not possible with "
-        "verification: it adds in an order that depends on the workers; use direct",
     }),
 )
 
