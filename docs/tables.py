@@ -63,6 +63,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         StopSpec,
         sections.CheckpointSpec,
         sections.RecordingSpec,
+        sections.VerificationSpec,
         AccumulationSpec,
         ExecutionSpec,
         CompressionSpec,

@@ -43,6 +43,16 @@ def test_a_schedule_that_reads_the_length_says_what_another_one_does_to_it(
         assert "optimizer.schedule keeps the old curve" in note
 
 
+@pytest.mark.parametrize("before", [None, {"sample": 0.5, "on": "any"}])
+@pytest.mark.parametrize("change", ["verification=null", "verification.sample=0.25"])
+def test_how_much_is_verified_may_change_as_it_changes_no_bit(
+    client: Client, before: Any, change: str
+) -> None:
+    first = {**JOB, "verification": before} if before else JOB
+    client.submit(first, "first")
+    assert client.resume_as("first", ["epochs=40", change]).run_id != "first"
+
+
 def test_a_run_that_still_trains_is_named_with_what_can_be_done(
     client: Client, fake: FakeCoordinator
 ) -> None:

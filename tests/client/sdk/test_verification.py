@@ -273,12 +273,13 @@ class OneRun:
 
 
 async def test_an_equal_run_leaves_no_verifying_run_behind() -> None:
-    runs = Runs(GOOD, GOOD)
+    runs = Runs(GOOD, GOOD, job=document(verification={"sample": 0.5}))
     found = await runs.verify()
     assert (found.conclusion, found.unverified, found.workers) == (Conclusion.EQUAL, {}, ("w0",))
     assert [claim.digest for claim in found.equal] == ["m", "a", "b"]
     assert list(runs.facts) == ["r"]
     assert [spec.retention for spec in runs.jobs] == [4], "the state that differs must be kept"
+    assert [spec.verification for spec in runs.jobs] == [None], "what it computes is compared"
 
 
 async def test_the_run_that_differs_is_kept_and_the_third_is_not() -> None:

@@ -175,6 +175,7 @@ SAID: dict[str, Any] = {
         "turns",
         [{**TURN, "optimizer": {**OPTIMIZER, "schedule": {"name": "plateau", "warmup_steps": 2}}}],
     ),
+    "verification": {"sample": 0.5},
     "weight_average": {},
 }
 """A value that says something at each path; in another place, as (path, value)."""

@@ -95,7 +95,7 @@ async def _upload(connection: Connection, path: Path) -> Digest:
 MAY_CHANGE: Final = (
     *("name", "initial", "epochs", "steps", "strategy.rounds"),
     *("optimizer", "evaluation", "checkpoint", "callbacks"),
-    *("retention", "recording", "placement_timeout_s"),
+    *("retention", "recording", "verification", "placement_timeout_s"),
     *("strategy.options.partition_state", "strategy.options.mirror"),
     *("strategy.options.min_replicas", "strategy.options.upload_every"),
 )

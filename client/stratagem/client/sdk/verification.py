@@ -220,7 +220,10 @@ class Verifier:
 
     def _job(self, stretch: Stretch) -> JobSpec:
         job, run_id = JobSpec.parse(dict(self.status.job)), self.status.run_id
-        values: dict[str, Any] = {"retention": max(job.retention, MIN_RETENTION)}
+        values: dict[str, Any] = {
+            "retention": max(job.retention, MIN_RETENTION),
+            "verification": None,  # else a verifying run would itself correct what is to be found
+        }
         if stretch.base is not None:
             values["initial"] = {"run": run_id, "which": str(stretch.base), "resume": True}
         return with_fields(job, values)

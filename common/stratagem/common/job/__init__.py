@@ -37,6 +37,7 @@ from stratagem.common.job.sections import (
     ModelSpec,
     PartitionSpec,
     RecordingSpec,
+    VerificationSpec,
 )
 from stratagem.common.model.graph import (
     EdgeSpec,
@@ -72,6 +73,7 @@ __all__ = [
     "RecordingSpec",
     "ScheduleSpec",
     "SubgraphSpec",
+    "VerificationSpec",
     "WeightAverageSpec",
     "check_optimizer",
     "effective_strategy",

@@ -228,11 +228,15 @@ def check_compression(job: Any) -> Iterator[Violation]:
 
 
 def check_order_of_sums(job: Any) -> Iterator[Violation]:
-    """Yield an error if a deterministic job uses an all-reduce that adds in a varying order."""
-    how = all_reduce_of(job.strategy)
-    if how != DIRECT_ALL_REDUCE and job.execution.deterministic:
-        text = f"{how} adds in an order that depends on the workers; set execution.deterministic: "
-        yield Violation("strategy.options.all_reduce", f"{text}false")
+    """Yield an error if a job that is deterministic or verified uses an all-reduce that adds in a
+    varying order."""
+    how, is_verified = all_reduce_of(job.strategy), job.verification is not None
+    if how != DIRECT_ALL_REDUCE and (job.execution.deterministic or is_verified):
+        text = f"{how} adds in an order that depends on the workers; "
+        advice = "set execution.deterministic: false"
+        if is_verified:
+            advice = "use direct, as verification compares bits"
+        yield Violation("strategy.options.all_reduce", text + advice)
 
 
 def check_pipeline_accumulation(job: Any) -> Iterator[Violation]:

@@ -31,6 +31,7 @@ from stratagem.common.job.sections import (
     ModelSpec,
     PartitionSpec,
     RecordingSpec,
+    VerificationSpec,
 )
 from stratagem.common.numerics.rules import KEEPS_DTYPES
 from stratagem.common.schema.document import (
@@ -105,6 +106,7 @@ class JobSpec(Section):
     hyperparameter_schedule: HyperparameterSchedule | None = None
     retention: Count = 2
     recording: RecordingSpec | None = None
+    verification: VerificationSpec | None = None
     placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     def _settle_strategy(self) -> Iterator[Violation]:

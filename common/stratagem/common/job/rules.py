@@ -93,6 +93,7 @@ EVALUATING: Final[Table] = (
         "search_space": "there is nothing to tune",
         "steps_per_generation": "there are no steps",
         "hyperparameter_schedule": "there are no steps",
+        "verification": "there are no segments to compute again",
         "initial.resume": "there are no steps to go on with",
         "checkpoint.every": "there is one state",
         "evaluation.best": "there is one state",
@@ -480,6 +481,22 @@ _PRIVACY: Final[Table] = (
     checks.check_rows_protected,
 )
 
+# ---- Verification ----
+#
+# A segment is computed again from the committed state before it, and must end with the same bits.
+
+_VERIFICATION: Final[Table] = (
+    Rules("", "{}", {
+        "verification when strategy.type is Federated|PopulationBased|Custom": "is not possible "
+        "under {strategy.type}, only under Local, DataParallel and ModelParallel; verify such a "
+        "run after its end, with stratagem verify",
+        "verification when execution.deterministic is false": "needs execution.deterministic: "
+        "true, as only equal bits can be compared",
+        "verification when privacy.noise is secret": "is not possible with privacy.noise secret, "
+        "which nobody can draw again",
+    }),
+)
+
 TRAINING: Final[Table] = (
     *_LENGTH,
     *_STEPS,
@@ -488,6 +505,7 @@ TRAINING: Final[Table] = (
     Rules("no strategy.type is Federated", _FEDERATED_ONLY, {"privacy": ""}),
     Under("strategy.type is Federated", _FEDERATIONS),
     Under("privacy and strategy.type is Federated", _PRIVACY),
+    Under("verification", _VERIFICATION),
     Under("data.is_stream", STREAM),
     checks.check_graph_strategy,
 )

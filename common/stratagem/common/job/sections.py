@@ -37,6 +37,7 @@ from stratagem.common.schema.document import (
     Name,
     NonEmptyText,
     Section,
+    Share,
     Whole,
     one_of,
     only_with,
@@ -252,6 +253,21 @@ class RecordingSpec(Section):
     steps: bool = True
     observed: bool = True
     client_steps: bool = False
+
+
+class VerificationSpec(Section):
+    """Settings of the verification of a run while it trains: others compute some of its segments
+    again, with the same numerics, and the training does not wait for them.
+
+    sample: the share of the segments that are computed again; the job's seed draws them. on: who
+    computes them: "spare", workers on which nothing else trains; "any", all that did not compute
+    the segment; "members", workers that train this run. If a state differs, a third execution
+    decides. A run that was wrong goes back to the state before that segment, and workers that
+    compute it wrongly are quarantined.
+    """
+
+    sample: Share
+    on: Literal["spare", "any", "members"] = "spare"
 
 
 class PartitionSpec(Section):
