@@ -100,7 +100,7 @@ class Simulation:
         def add(entry: JournalEntry) -> CoordinatorState:
             expected = next_entry(self.state, world_of(self.state), self.now_s, followed)
             assert entry == expected, "the agenda asks in other order"
-            followed[entry.run_id] += 1
+            followed[getattr(entry.fact, "run_id", entry.run_id)] += 1
             return self._add(entry)
 
         self.agenda.settle(self.state, self.now_s, add)
