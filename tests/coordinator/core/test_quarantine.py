@@ -175,6 +175,20 @@ def test_a_strategy_that_never_ends_marking_fails_its_run(monkeypatch: pytest.Mo
     assert simulation.record.reason.endswith("7 facts, the next one WorkerMarked")
 
 
+def test_a_release_names_its_caller_and_is_refused_for_others() -> None:
+    simulation = Simulation()
+    simulation.come("ab")
+    happens(simulation, QUARANTINED, MARKED.model_copy(update={"worker_id": "b"}))
+    told = {name: c.ReleaseWorker(WorkerId(name), "client ops") for name in ("a", "b", "c")}
+    assert [simulation.refusal(told[name]) for name in ("c", "b")] == [
+        c.Refusal(c.RefusalKind.NOT_FOUND, "worker 'c' is not known"),
+        c.Refusal(c.RefusalKind.PRECONDITION, "worker 'b' is not quarantined"),
+    ]
+    assert simulation.tell(told["a"]) == (JournalEntry(CLUSTER, RELEASED),)
+    assert of_a(simulation).is_usable
+    simulation.refusal(told["a"])
+
+
 def test_the_sentences_name_the_worker_and_the_reason() -> None:
     assert [sentence(fact) for fact in (MARKED, QUARANTINED, RELEASED)] == [
         "worker a is marked: segment 2 was refuted",

@@ -30,6 +30,7 @@ from stratagem.coordinator.core.commands import (
     Refusal,
     RefusalKind,
     RegisterWorker,
+    ReleaseWorker,
     Report,
     ReportTrouble,
     ResumeRun,
@@ -60,6 +61,7 @@ from stratagem.coordinator.core.facts import (
     WorkerMarked,
     WorkerQuarantined,
     WorkerRegistered,
+    WorkerReleased,
 )
 from stratagem.coordinator.core.persistent import PersistentMap
 from stratagem.coordinator.core.retention import (
@@ -120,7 +122,7 @@ def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...
 
 def _decide_about_workers(
     state: CoordinatorState, command: AboutWorkers
-) -> tuple[JournalEntry, ...]:
+) -> tuple[JournalEntry, ...] | Refusal:
     match command:
         case RegisterWorker():
             return _register(state, command)
@@ -130,6 +132,8 @@ def _decide_about_workers(
             return _drain(state, command)
         case LeaveWorker():
             return _leave(state, command.member, command.reason)
+        case ReleaseWorker():
+            return _release(state, command)
         case ForgetWorkers():
             return forget_workers(state, command)
         case _:
@@ -323,6 +327,15 @@ def _leave(state: CoordinatorState, member: Member, reason: str) -> tuple[Journa
     if known is None or known.member != member or known.has_left:
         return ()
     return (JournalEntry(CLUSTER, WorkerLeft(member=member, reason=reason)),)
+
+
+def _release(state: CoordinatorState, command: ReleaseWorker) -> tuple[JournalEntry, ...] | Refusal:
+    known, name = state.workers.get(command.worker_id), command.worker_id
+    if known is None:
+        return Refusal(RefusalKind.NOT_FOUND, f"worker {name!r} is not known")
+    if not known.quarantine:
+        return Refusal(RefusalKind.PRECONDITION, f"worker {name!r} is not quarantined")
+    return (JournalEntry(CLUSTER, WorkerReleased(worker_id=name, by=command.by)),)
 
 
 def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...] | Refusal:

@@ -68,6 +68,11 @@ class WorkerRecord:
         """Return True if the worker has ended as it was asked to, and is not lost."""
         return self.is_draining and not self.is_alive
 
+    @property
+    def is_listed(self) -> bool:
+        """Return False if the worker has left, and is remembered for an earlier mark alone."""
+        return bool(self.quarantine) or not self.has_left
+
 
 @dataclass(frozen=True, slots=True)
 class CommittedState:

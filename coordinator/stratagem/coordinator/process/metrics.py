@@ -335,15 +335,13 @@ _STATES: Final = ("alive", "draining", "lost", "quarantined")
 
 
 def _workers(state: CoordinatorState) -> Values:
-    counts = Counter(map(_state_of, state.workers.values()))
+    counts = Counter(_state_of(each) for each in state.workers.values() if each.is_listed)
     return {(status,): counts[status] for status in _STATES}
 
 
 def _state_of(worker: WorkerRecord) -> str:
     if worker.quarantine:
         return "quarantined"
-    if worker.has_left:
-        return ""
     if not worker.is_alive:
         return "lost"
     return "draining" if worker.is_draining else "alive"
