@@ -11,7 +11,7 @@ from stratagem.common.numerics.rules import CURRENT
 from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.apply import apply
+from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import (
     Command,
     Ending,
@@ -111,6 +111,12 @@ class Simulation:
         assert self.agenda.next_deadline == next_deadline(self.state, world)
         self._start()
         return decision
+
+    def happen(self, *facts: f.Fact) -> None:
+        """Facts of the cluster are journaled, and what follows from them is decided."""
+        for fact in facts:
+            self._add(JournalEntry(CLUSTER, fact))
+        self.tell(Tick())
 
     def report(self, *facts: f.Fact) -> None:
         """Tell facts of the run, none of which is refused."""

@@ -9,7 +9,7 @@ from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import decide
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.apply import CLUSTER, apply
-from stratagem.coordinator.core.commands import JournalEntry, Tick
+from stratagem.coordinator.core.commands import JournalEntry
 from stratagem.coordinator.core.fact_text import decode, encode, sentence
 from stratagem.coordinator.core.retention import summary_of
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, WorkerRecord
@@ -27,11 +27,9 @@ RELEASED = f.WorkerReleased(worker_id=A, by="client ops")
 
 
 def happens(simulation: Simulation, *facts: f.Fact) -> None:
-    """Facts of the cluster are journaled at second 9, and what follows from them is decided."""
-    simulation.now_s = max(simulation.now_s, 9.0)
-    for fact in facts:
-        simulation._add(JournalEntry(CLUSTER, fact))
-    simulation.tell(Tick())
+    """At second 9."""
+    simulation.now_s = 9.0
+    simulation.happen(*facts)
 
 
 def of_a(simulation: Simulation) -> WorkerRecord:
@@ -71,7 +69,7 @@ def test_who_leaves_is_remembered_but_is_neither_alive_nor_lost(fact: f.Fact, dr
         simulation.tell(c.DrainWorker(member("a")))
     simulation.tell(c.LeaveWorker(member("a"), "drained"))
     left = of_a(simulation)
-    assert left.has_left
+    assert (left.has_left, left.is_listed) == (True, fact is QUARANTINED)
     assert (left.is_alive, left.reason, left.lost_s) == (False, "drained", 9.0)
     assert simulation.tell(c.LeaveWorker(member("a"), "drained")) == ()
     assert simulation.tell(c.LoseWorker(member("a"), "silent")) == ()

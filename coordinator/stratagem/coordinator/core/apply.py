@@ -162,15 +162,14 @@ def _marked(
     old = workers.get(fact.worker_id)
     if old is None:  # it has left since
         return workers
-    match fact:
-        case WorkerMarked():
-            record = replace(old, marked_s=time_s)
-        case WorkerQuarantined():
-            record = replace(old, quarantine=fact.reason or "no reason was given")
-        case WorkerReleased():
-            if old.has_left:
-                return workers.without(fact.worker_id)
-            record = replace(old, quarantine="", marked_s=0.0)
+    if isinstance(fact, WorkerMarked):
+        record = replace(old, marked_s=time_s)
+    elif isinstance(fact, WorkerQuarantined):
+        record = replace(old, quarantine=fact.reason or "no reason was given")
+    elif old.has_left:
+        return workers.without(fact.worker_id)
+    else:
+        record = replace(old, quarantine="", marked_s=0.0)
     return workers.with_item(fact.worker_id, record)
 
 
