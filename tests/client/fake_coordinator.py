@@ -14,7 +14,12 @@ import numpy as np
 
 from stratagem.client.course.views import Event
 from stratagem.client.sdk.blocking import LoopThread
-from stratagem.common.base.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from stratagem.common.base.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    UnavailableError,
+    WrongStateError,
+)
 from stratagem.common.job import JobSpec
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.streams import BEGUN
@@ -140,6 +145,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
         """Set when somebody watches a run no longer."""
         self.downloaded_from: list[int] = []
         self.pins: list[tuple[str, bool]] = []
+        self.quarantine = ""
+        """Of worker-0."""
         self.download_cuts: list[int] = []
         self.log_cuts: list[int] = []
         self.state = make_state()
@@ -329,6 +336,14 @@ class FakeCoordinator(CoordinatorServiceServicer):
                 self.log_cuts.remove(index)
                 raise UnavailableError("restarting")
 
+    async def ReleaseWorker(
+        self, request: pb.ReleaseWorkerRequest, context: Any
+    ) -> pb.ReleaseWorkerResponse:
+        if request.worker_id != "worker-0" or not self.quarantine:
+            raise WrongStateError(f"worker {request.worker_id!r} is not quarantined")
+        self.quarantine = ""
+        return pb.ReleaseWorkerResponse()
+
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Any
     ) -> pb.ListWorkersResponse:
@@ -341,6 +356,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
             is_alive=True,
             capability=capability,
             run_ids=["digits-1"],
+            quarantine=self.quarantine,
         )
         lost = pb.WorkerInfo(worker_id="worker-1", silent_s=40, reason="no heartbeat for 10 s")
         refused = pb.RefusedWorker(

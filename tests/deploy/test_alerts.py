@@ -162,6 +162,9 @@ CASES: Mapping[str, Case] = {
     "StratagemNotScraped": Case(partial(gone, process="coordinator"), 12, ("StratagemDown",)),
     "StratagemDown": Case(partial(gone, process="worker"), 3),
     "StratagemLeadNotRenewed": sets("stratagem_coordinator_lease_age_seconds", 0.1, 30.0, within=2),
+    "StratagemWorkerQuarantined": sets(
+        "stratagem_coordinator_workers", 0.0, 1.0, state="quarantined"
+    ),
     "StratagemWorkerNotRegistered": sets("stratagem_worker_registered", 1.0, 0.0, within=3),
     "StratagemWorkerStalled": sets("stratagem_worker_torch_stall_seconds", 0.0, 660.0),
     "StratagemHeartbeatsLate": sets(

@@ -67,6 +67,7 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
         "ResumeRun": [cpb.ResumeRunRequest(run_id="nobody")],
         "DeleteRun": [cpb.DeleteRunRequest(run_id="nobody")],
         "PinRun": [cpb.PinRunRequest(run_id="nobody", pinned=True)],
+        "ReleaseWorker": [cpb.ReleaseWorkerRequest(worker_id="nobody")],
         "BackUp": [cpb.BackUpRequest()],
         "DownloadBlob": [cpb.DownloadBlobRequest(digest="ab" * 32)],
         "DownloadState": [cpb.DownloadStateRequest(run_id=run, which="final")],

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.core
 
 MODULES = 429
 FOLDERS = 70
-LINES = 120_230
+LINES = 120_400
 ONE_IMPORTER = 80
 """Modules that exactly one other module imports: most of these belong into that one."""
 SHORT_LINES = 60

@@ -98,6 +98,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     "PinRun": (_of_run(C.PinRunRequest, OWNERS),),
     "BackUp": (Row(C.BackUpRequest(), ADMINS),),
     "DownloadBlob": (Row(C.DownloadBlobRequest(digest="ab" * 32), ADMINS),),
+    "ReleaseWorker": (Row(C.ReleaseWorkerRequest(worker_id="w1"), ADMINS),),
     "GetRun": (_of_run(C.GetRunRequest, READERS),),
     "ListRuns": (Row(C.ListRunsRequest(), READERS),),
     "WatchRun": (Row(C.WatchRunRequest(run_id="r", from_index=2**40), READERS),),

@@ -1643,6 +1643,7 @@ class WorkerInfo(_message.Message):
     CAPABILITY_FIELD_NUMBER: _builtins.int
     RUN_IDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     address: _builtins.str
@@ -1653,6 +1654,8 @@ class WorkerInfo(_message.Message):
     """
     reason: _builtins.str
     """Why it is not alive, or that it drains."""
+    quarantine: _builtins.str
+    """Why it gets no work, alive or not, until it is released; empty when it is not quarantined."""
     @_builtins.property
     def capability(self) -> _types_pb2.Capability: ...
     @_builtins.property
@@ -1670,14 +1673,49 @@ class WorkerInfo(_message.Message):
         capability: _types_pb2.Capability | None = ...,
         run_ids: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
+        quarantine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capability", b"capability", "incarnation", b"incarnation", "is_alive", b"is_alive", "reason", b"reason", "run_ids", b"run_ids", "silent_s", b"silent_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capability", b"capability", "incarnation", b"incarnation", "is_alive", b"is_alive", "quarantine", b"quarantine", "reason", b"reason", "run_ids", b"run_ids", "silent_s", b"silent_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class ReleaseWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseWorkerRequest: _TypeAlias = ReleaseWorkerRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseWorkerResponse: _TypeAlias = ReleaseWorkerResponse  # noqa: Y015
 
 @_typing.final
 class RegisterWorkerRequest(_message.Message):

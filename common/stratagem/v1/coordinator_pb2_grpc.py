@@ -120,6 +120,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.ReleaseWorker = channel.unary_unary(
+                '/stratagem.v1.CoordinatorService/ReleaseWorker',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.ReleaseWorkerRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.ReleaseWorkerResponse.FromString,
+                _registered_method=True)
         self.Diagnose = channel.unary_unary(
                 '/stratagem.v1.CoordinatorService/Diagnose',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.DiagnoseRequest.SerializeToString,
@@ -308,6 +313,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseWorker(self, request, context):
+        """Lifts the quarantine of a worker, which then gets work again. NOT_FOUND; FAILED_PRECONDITION when
+        it is not quarantined.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Diagnose(self, request, context):
         """What coordinator and workers find around themselves, and whether they reach each other. Measured
         now, one caller after the other, which takes up to some seconds.
@@ -348,8 +361,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
-        Durable once answered; one that is not registered (any more) is answered OK.
+        """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten, unless
+        it is quarantined. Durable once answered; one that is not registered (any more) is answered OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -471,6 +484,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.ListWorkersRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'ReleaseWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseWorker,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.ReleaseWorkerRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.ReleaseWorkerResponse.SerializeToString,
             ),
             'Diagnose': grpc.unary_unary_rpc_method_handler(
                     servicer.Diagnose,
@@ -973,6 +991,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/ListWorkers',
             stratagem_dot_v1_dot_coordinator__pb2.ListWorkersRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/ReleaseWorker',
+            stratagem_dot_v1_dot_coordinator__pb2.ReleaseWorkerRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.ReleaseWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

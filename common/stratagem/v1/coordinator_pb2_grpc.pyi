@@ -121,6 +121,10 @@ class CoordinatorServiceStub:
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]
     """The workers that are registered, alive or not, and those that were refused."""
+    ReleaseWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReleaseWorkerRequest, _coordinator_pb2.ReleaseWorkerResponse]
+    """Lifts the quarantine of a worker, which then gets work again. NOT_FOUND; FAILED_PRECONDITION when
+    it is not quarantined.
+    """
     Diagnose: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DiagnoseRequest, _coordinator_pb2.DiagnoseResponse]
     """What coordinator and workers find around themselves, and whether they reach each other. Measured
     now, one caller after the other, which takes up to some seconds.
@@ -145,8 +149,8 @@ class CoordinatorServiceStub:
     it is not registered (any more): register again.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]
-    """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
-    Durable once answered; one that is not registered (any more) is answered OK.
+    """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten, unless
+    it is quarantined. Durable once answered; one that is not registered (any more) is answered OK.
     """
     Rendezvous: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousResponse]
     """The membership barrier: answers all members of (run, party, membership) once each has called,
@@ -242,6 +246,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The workers that are registered, alive or not, and those that were refused."""
+    ReleaseWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReleaseWorkerRequest, _coordinator_pb2.ReleaseWorkerResponse]  # type: ignore[assignment]
+    """Lifts the quarantine of a worker, which then gets work again. NOT_FOUND; FAILED_PRECONDITION when
+    it is not quarantined.
+    """
     Diagnose: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DiagnoseRequest, _coordinator_pb2.DiagnoseResponse]  # type: ignore[assignment]
     """What coordinator and workers find around themselves, and whether they reach each other. Measured
     now, one caller after the other, which takes up to some seconds.
@@ -266,8 +274,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     it is not registered (any more): register again.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]  # type: ignore[assignment]
-    """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
-    Durable once answered; one that is not registered (any more) is answered OK.
+    """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten, unless
+    it is quarantined. Durable once answered; one that is not registered (any more) is answered OK.
     """
     Rendezvous: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousResponse]  # type: ignore[assignment]
     """The membership barrier: answers all members of (run, party, membership) once each has called,
@@ -446,6 +454,15 @@ class CoordinatorServiceServicer:
     ) -> _typing.Union[_coordinator_pb2.ListWorkersResponse, _abc.Awaitable[_coordinator_pb2.ListWorkersResponse]]:
         """The workers that are registered, alive or not, and those that were refused."""
 
+    def ReleaseWorker(
+        self,
+        request: _coordinator_pb2.ReleaseWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ReleaseWorkerResponse, _abc.Awaitable[_coordinator_pb2.ReleaseWorkerResponse]]:
+        """Lifts the quarantine of a worker, which then gets work again. NOT_FOUND; FAILED_PRECONDITION when
+        it is not quarantined.
+        """
+
     def Diagnose(
         self,
         request: _coordinator_pb2.DiagnoseRequest,
@@ -494,8 +511,8 @@ class CoordinatorServiceServicer:
         request: _coordinator_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.LeaveResponse, _abc.Awaitable[_coordinator_pb2.LeaveResponse]]:
-        """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
-        Durable once answered; one that is not registered (any more) is answered OK.
+        """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten, unless
+        it is quarantined. Durable once answered; one that is not registered (any more) is answered OK.
         """
 
     def Rendezvous(

@@ -48,6 +48,24 @@ def test_list_status_workers(address: str, job_file: Path) -> None:
     assert (named.exit_code, "mine" in named.stdout) == (0, True)
 
 
+def test_a_quarantine_is_shown_with_its_reason_and_lifted(
+    address: str, fake: FakeCoordinator
+) -> None:
+    options = ("--coordinator", address)
+    fake.quarantine = "segment 3 was wrong"
+    shown = invoke("workers", *options).stdout
+    assert "quarantined, alive" in shown
+    assert "segment 3 was wrong" in shown
+    told = json.loads(invoke("workers", *options, "--format", "json").stdout)
+    assert [each.get("quarantine") for each in told] == ["segment 3 was wrong", "", None]
+    released = invoke("workers", *options, "--release", "worker-0")
+    assert (released.exit_code, released.stdout) == (0, "")
+    assert released.stderr == "worker worker-0 is released, and gets work again\n"
+    assert "quarantined" not in invoke("workers", *options).stdout
+    again = invoke("workers", *options, "--release", "worker-0")
+    assert (again.exit_code, "worker 'worker-0' is not quarantined" in again.stderr) == (1, True)
+
+
 def test_a_list_is_a_line_per_run_and_can_be_filtered(
     address: str, job_file: Path, fake: FakeCoordinator
 ) -> None:

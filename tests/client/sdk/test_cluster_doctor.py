@@ -127,6 +127,15 @@ def test_workers_that_are_not_there() -> None:
     assert "--advertise" in said
 
 
+def test_a_quarantine_is_a_failure_beside_all_else() -> None:
+    suspect = worker("w1")
+    suspect.info.quarantine = "segment 3 was wrong"
+    found = trouble(measured(worker(), suspect))
+    assert found[:3] == ("worker", "w1", "fail")
+    assert "gets no work: segment 3 was wrong -> " in found[3]
+    assert "stratagem workers --release w1" in found[3]
+
+
 PROBES = [
     types_pb2.PeerProbe(worker_id="w1", address="h:2", round_trip_s=0.01),
     types_pb2.PeerProbe(worker_id="w2", address="h:3", problem="DEADLINE_EXCEEDED: late"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.commands import JournalEntry
-from stratagem.coordinator.core.decide import key_of, limited, world_of
+from stratagem.coordinator.core.decide import key_of, limited, placed, world_of
 from stratagem.coordinator.core.state import CoordinatorState, World
 from stratagem.coordinator.core.strategy_calls import ask, deadline_of
 
@@ -18,7 +18,7 @@ def next_entry(
 ) -> JournalEntry | None:
     """The next fact that follows from the state, after so many of each run; None for none."""
     entry = next(_decisions(state, world, now_s), None)
-    return entry and limited(entry, followed[entry.run_id] + 1)
+    return entry and placed(limited(entry, followed[entry.run_id] + 1))
 
 
 def next_deadline(state: CoordinatorState, world: World | None = None) -> float | None:

@@ -11,7 +11,7 @@ from stratagem.common.numerics.rules import CURRENT
 from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.apply import apply
+from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import (
     Command,
     Ending,
@@ -100,7 +100,7 @@ class Simulation:
         def add(entry: JournalEntry) -> CoordinatorState:
             expected = next_entry(self.state, world_of(self.state), self.now_s, followed)
             assert entry == expected, "the agenda asks in other order"
-            followed[entry.run_id] += 1
+            followed[getattr(entry.fact, "run_id", entry.run_id)] += 1
             return self._add(entry)
 
         self.agenda.settle(self.state, self.now_s, add)
@@ -111,6 +111,12 @@ class Simulation:
         assert self.agenda.next_deadline == next_deadline(self.state, world)
         self._start()
         return decision
+
+    def happen(self, *facts: f.Fact) -> None:
+        """Facts of the cluster are journaled, and what follows from them is decided."""
+        for fact in facts:
+            self._add(JournalEntry(CLUSTER, fact))
+        self.tell(Tick())
 
     def report(self, *facts: f.Fact) -> None:
         """Tell facts of the run, none of which is refused."""

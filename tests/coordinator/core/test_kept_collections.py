@@ -225,12 +225,15 @@ def _fact(kind: int, at: int, start: int, state: CoordinatorState) -> f.Fact | N
         5: f.WorkerDraining(member=known.member),
         6: f.WorkerLeft(member=known.member, reason="done"),
         7: f.WorkersForgotten(names=(known.member.worker_id,)),
+        8: f.WorkerMarked(worker_id=known.member.worker_id, reason="refuted"),
+        9: f.WorkerQuarantined(worker_id=known.member.worker_id, reason="wrong"),
+        10: f.WorkerReleased(worker_id=known.member.worker_id),
     }
     return ends[kind]
 
 
 @settings(max_examples=50)
-@given(told=st.lists(st.tuples(st.integers(0, 7), _at, _at), max_size=60), later=_at)
+@given(told=st.lists(st.tuples(st.integers(0, 10), _at, _at), max_size=60), later=_at)
 def test_what_comes_after_the_summary_is_as_after_the_facts(
     told: list[tuple[int, int, int]], later: int
 ) -> None:

@@ -10,8 +10,10 @@ from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.tensors.leaves import StateFolder
 from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import LeaveWorker, LoseWorker, RegisterWorker
-from stratagem.coordinator.core.facts import Capability, Member
+from stratagem.coordinator.core.facts import Capability, Member, WorkerMarked, WorkerQuarantined
+from stratagem.coordinator.process.metrics import _workers
 from stratagem.coordinator.service import queries
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -50,6 +52,38 @@ async def test_all_pages_together_are_all_workers_by_name(
         monkeypatch.setattr(queries, "MAX_PAGE_BYTES", 1)
         assert await pages(stub, 5) == [[name] for name in NAMES], "no larger than a message"
         assert await pages(stub, 0) == [NAMES], "an older client, which knows no pages, gets all"
+
+
+async def test_a_quarantine_is_listed_also_of_who_has_left_and_can_be_lifted(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path) as (app, address), open_channel(address) as channel:
+        stub = CoordinatorServiceStub(channel)
+        for name in NAMES[:3]:
+            await app.loop.submit(RegisterWorker(member(name), "127.0.0.1:1", Capability()))
+        for fact in (
+            WorkerQuarantined(worker_id=WorkerId(NAMES[0]), reason="wrong"),
+            WorkerMarked(worker_id=WorkerId(NAMES[1]), reason="refuted"),
+        ):
+            app.loop.state = apply(app.loop.state, CLUSTER, fact, 9.0)
+        for name in NAMES[:2]:
+            await app.loop.submit(LeaveWorker(member(name), "done"))
+        assert set(app.loop.state.workers) == set(NAMES[:3])
+        assert await pages(stub, 1) == [[NAMES[0]], [NAMES[2]], []]
+        [listed, _] = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
+        assert (listed.quarantine, listed.reason, listed.is_alive) == ("wrong", "done", False)
+        told = [each.info for each in (await stub.Diagnose(pb.DiagnoseRequest())).workers]
+        assert [each.worker_id for each in told] == [NAMES[0], NAMES[2]]
+        counts = {labels: value for labels, value in _workers(app.loop.state).items() if value}
+        assert counts == {("quarantined",): 1, ("alive",): 1}
+        request = pb.ReleaseWorkerRequest(worker_id=NAMES[0])
+        await stub.ReleaseWorker(request)
+        assert await pages(stub, 0) == [[NAMES[2]]]
+        assert (await refused(stub.ReleaseWorker(request)))[0] is grpc.StatusCode.NOT_FOUND
+        usable = pb.ReleaseWorkerRequest(worker_id=NAMES[2])
+        code, reason = await refused(stub.ReleaseWorker(usable))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert reason == f"worker {NAMES[2]!r} is not quarantined"
 
 
 async def test_pages_go_on_where_their_last_worker_has_left(tmp_path: Path) -> None:

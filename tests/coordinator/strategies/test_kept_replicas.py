@@ -148,6 +148,20 @@ def test_a_worker_that_drains_is_asked_for_its_replicas(leaves_early: bool) -> N
     assert uploaded(simulation) == [6]
 
 
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_who_has_left_with_replicas_is_not_waited_for_also_if_it_is_remembered(
+    is_marked: bool,
+) -> None:
+    simulation = until_committed(6)
+    simulation.now_s = 9.0
+    if is_marked:
+        simulation.happen(f.WorkerMarked(worker_id=member("b").worker_id, reason="refuted"))
+    simulation.tell(c.LeaveWorker(member("b"), "stopped"))
+    assert simulation.fact(f.SoleCopiesLost).reason == "what only b had is gone with it"
+    assert simulation.facts(f.MembersFormed)[-1].reason.startswith("b left, 1 of 3 workers")
+    go_on(simulation, AGAIN)
+
+
 def test_nothing_is_given_up_where_all_are_away_or_drain() -> None:
     """Without members there is nobody who waits, and so nothing is given up."""
     simulation = until_committed(6, "a")

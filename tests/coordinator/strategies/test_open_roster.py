@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from stratagem.common.base.ids import WorkerId
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.state import RunPhase
 from tests.coordinator.core.jobs import job_text
-from tests.coordinator.core.simulation import do, start, trained
+from tests.coordinator.core.simulation import do, member, start, trained
 from tests.coordinator.strategies.open_rosters import (
     GPU,
     WARD,
@@ -62,6 +63,29 @@ def test_numbers_are_the_order_of_joining_and_stay() -> None:
     answer(simulation, 0, 1, 2, 3)
     assert simulation.record.ended is RunPhase.COMPLETED
     assert not simulation.record.is_reproducible, "who was there when has decided"
+    simulation.crash()
+
+
+def test_a_quarantined_site_leaves_its_round_and_is_back_after_the_release() -> None:
+    simulation = begun("abc", federation(rounds=5))
+    why = "its worker is quarantined: computes wrongly"
+    quarantined = f.WorkerQuarantined(worker_id=WorkerId("b"), reason="computes wrongly")
+    simulation.happen(quarantined)
+    assert clients_due(simulation) == [0, 2]
+    assert left(simulation) == [(1, why)]
+    simulation.sites("b", 1)
+    answer(simulation, 0, 2)
+    simulation.happen(f.WorkerReleased(worker_id=WorkerId("b")))
+    answer(simulation, 0, 2)
+    assert selected(simulation) == [(1, (0, 1, 2)), (2, (0, 2)), (3, (0, 1, 2))]
+    answer(simulation, 1)
+    simulation.happen(quarantined)
+    answer(simulation, 0, 2)
+    last = simulation.facts(f.ClientsSelected)[-1]
+    assert (last.clients, last.excused) == ((0, 2), (f.Excused(reason=why, clients=(1,)),))
+    simulation.tell(c.LeaveWorker(member("b", 1), "stopped"))
+    answer(simulation, 0, 2)
+    assert left(simulation) == [(1, why), (1, why)]
     simulation.crash()
 
 

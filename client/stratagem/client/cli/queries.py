@@ -112,9 +112,19 @@ def status(
 def workers(
     access: AccessOptions,
     form: FormatOption = Format.TEXT,
+    release: Annotated[
+        str,
+        typer.Option(
+            "--release", metavar="NAME", help="Lift the quarantine of this worker instead."
+        ),
+    ] = "",
 ) -> None:
-    """List registered workers, and refused ones with the reason."""
+    """List registered workers, and quarantined and refused ones with the reason."""
     with access.client() as client:
+        if release:
+            client.release_worker(release)
+            complain(f"worker {release} is released, and gets work again")
+            return
         listed, refused = client.workers(), client.refused_workers()
         if form is Format.JSON:
             print(tables.many_to_json([*listed, *refused]))

@@ -270,6 +270,13 @@ class Worker:
     tunnelled: bool = False
     """The worker has no address: the coordinator reaches it through the worker's own connections,
     and other workers cannot reach it."""
+    quarantine: str = ""
+    """The reason for which the worker gets no work until it is released, or empty."""
+
+    @property
+    def may_work(self) -> bool:
+        """Return True if the worker is alive and not quarantined."""
+        return self.is_alive and not self.quarantine
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from stratagem.client.course.views import RunStatus
 from stratagem.client.pictures.axes import duration, short, size_text
 from stratagem.client.pictures.svg import NumberTable, escaped
 from stratagem.client.report.panels import curve_panels
-from stratagem.client.report.run import ReportedRun, progress_text, time_text
+from stratagem.client.report.run import ReportedRun, progress_text, time_text, worker_state
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.base.errors import WrongStateError
 from stratagem.common.job.fields import without_spreads
@@ -64,16 +64,14 @@ class ListedWorkers(Listed[Item]):
     __slots__ = ()
     columns: ClassVar[Columns] = {
         "worker": lambda worker: worker.worker_id,
-        "state": lambda worker: (
-            "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
-        ),
+        "state": worker_state,
         "device": lambda worker: f"{worker.device} ({worker.device_name})",
         "memory": lambda worker: size_text(worker.memory_bytes) if worker.memory_bytes else "",
         "threads": lambda worker: str(worker.num_threads or ""),
         "runs": lambda worker: ", ".join(worker.run_ids),
         "tags": lambda worker: ", ".join(worker.tags),
         "address": lambda worker: worker.address or "tunnel",
-        "reason": lambda worker: worker.reason,
+        "reason": lambda worker: worker.quarantine or worker.reason,
     }
 
 

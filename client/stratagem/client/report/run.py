@@ -21,11 +21,13 @@ from stratagem.client.course.step_history import StepSeries
 from stratagem.client.course.views import (
     Event,
     RunStatus,
+    Worker,
     number,
     numbers,
     party_of,
     undone_from,
 )
+from stratagem.client.pictures.axes import duration
 from stratagem.client.pictures.curves import Line
 from stratagem.client.report.marks import TimeMarks
 from stratagem.common.history import Columns
@@ -250,6 +252,13 @@ def progress_text(status: RunStatus) -> str:
         activity = status.error.activity if status.error is not None else ""
         return failure_text(committed_step(status), activity, of=status.num_steps)
     return f"{status.step:,} of {status.num_steps:,} {unit}" if status.num_steps else ""
+
+
+def worker_state(worker: Worker) -> str:
+    """Format the state of a worker, such as "alive", "quarantined, alive" or "lost, silent for
+    12 s"."""
+    state = "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
+    return f"quarantined, {state}" if worker.quarantine else state
 
 
 def time_text(time_s: float) -> str:

@@ -146,6 +146,7 @@ class Client:
     runs = _blocking(AsyncClient.runs)
     workers = _blocking(AsyncClient.workers)
     refused_workers = _blocking(AsyncClient.refused_workers)
+    release_worker = _blocking(AsyncClient.release_worker)
     back_up = _blocking(AsyncClient.back_up)
     verify = _blocking(AsyncClient.verify)
 

@@ -254,6 +254,11 @@ class AsyncClient:
                 return ListedWorkers(workers)
             request.page_token = response.next_page_token
 
+    async def release_worker(self, worker_id: str) -> None:
+        """Lift the quarantine of a worker, so that it gets work again. Requires the scope admin."""
+        request = pb.ReleaseWorkerRequest(worker_id=worker_id)
+        await self._connection.call(self._connection.stub.ReleaseWorker, request)
+
     async def refused_workers(self) -> tuple[RefusedWorker, ...]:
         """Return the workers that were refused registration lately, in order of name.
 

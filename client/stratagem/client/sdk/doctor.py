@@ -96,6 +96,10 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
 
 def _worker(worker: pb.WorkerDiagnosis, store_id: str, now_s: float) -> Iterator[Finding]:
     name = worker.info.worker_id
+    if worker.info.quarantine:
+        advice = f"examine its machine, then `stratagem workers --release {name}`"
+        found = f"is quarantined and gets no work: {worker.info.quarantine}"
+        yield Finding("worker", name, Level.FAIL, found, advice)
     if not worker.info.is_alive:
         advice = "start it again, or ignore it: runs continue without it"
         found = f"is lost, silent for {duration(worker.info.silent_s)}: {worker.problem}"

@@ -353,7 +353,7 @@ def resolve_parallelism(
             changed = job.with_changes(strategy=strategy, execution=execution)
             return changed, f"DataParallel over {number} workers, as asked for"
         case "Automatic" if job.only_evaluates:
-            return _over_all(job, sum(worker.is_alive for worker in workers))
+            return _over_all(job, sum(worker.may_work for worker in workers))
     answer = ask("resolve", job, import_path=import_path, members=_members(workers))
     return JobSpec.from_json(answer["job_json"]), answer["reason"]
 
@@ -369,7 +369,7 @@ def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
             "num_threads": worker.num_threads,
         }
         for worker in sorted(workers, key=lambda worker: worker.worker_id)
-        if worker.is_alive
+        if worker.may_work
     ]
 
 
@@ -470,7 +470,7 @@ def _refused(violations: Iterable[Violation]) -> Iterator[Finding]:
 
 def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
     """Yield findings on whether the cluster has the workers that the job needs."""
-    alive = sorted((w for w in workers if w.is_alive), key=lambda worker: worker.worker_id)
+    alive = sorted((w for w in workers if w.may_work), key=lambda worker: worker.worker_id)
     waits = "the run waits for one, up to placement_timeout_s"
     if not alive:
         yield Finding("workers", "", Level.WARN, "none is alive", waits)

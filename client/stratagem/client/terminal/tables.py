@@ -26,8 +26,7 @@ from stratagem.client.course.views import (
     RunStatus,
     Worker,
 )
-from stratagem.client.pictures.axes import duration
-from stratagem.client.report.run import progress_text
+from stratagem.client.report.run import progress_text, worker_state
 from stratagem.common.base.text import counted, printable, values_text
 from stratagem.common.job.fields import range_of, without_spreads
 from stratagem.common.observe.findings import Finding, Level
@@ -217,11 +216,11 @@ def print_workers(
     names = ("worker", "state", "address", "device", "threads", "data plane", "tags", "runs")
     table = _table(*names, "reason")
     for worker in workers:
-        state = "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
         cells = (
-            *(worker.worker_id, state, worker.address or "tunnel"),
+            *(worker.worker_id, worker_state(worker), worker.address or "tunnel"),
             *(f"{worker.device} ({worker.device_name})", str(worker.num_threads)),
-            *(worker.data_plane, ", ".join(worker.tags), ", ".join(worker.run_ids), worker.reason),
+            *(worker.data_plane, ", ".join(worker.tags), ", ".join(worker.run_ids)),
+            worker.quarantine or worker.reason,
         )
         table.add_row(*map(Text, cells))
     for each in refused:

@@ -267,6 +267,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}PinRun": _CHANGE,
     f"{_COORDINATOR}BackUp": _ALL,
     f"{_COORDINATOR}DownloadBlob": _ALL,
+    f"{_COORDINATOR}ReleaseWorker": _ALL,
     f"{_COORDINATOR}GetRun": _READ,
     f"{_COORDINATOR}ListRuns": _READ,
     f"{_COORDINATOR}WatchRun": _READ,

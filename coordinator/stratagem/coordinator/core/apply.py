@@ -42,7 +42,10 @@ from stratagem.coordinator.core.facts import (
     WorkerDraining,
     WorkerLeft,
     WorkerLost,
+    WorkerMarked,
+    WorkerQuarantined,
     WorkerRegistered,
+    WorkerReleased,
     WorkersForgotten,
 )
 from stratagem.coordinator.core.persistent import PersistentMap
@@ -120,6 +123,8 @@ def _workers_after(
     match fact:
         case WorkerRegistered():
             record = WorkerRecord(fact.member, fact.address, fact.capability, registered_s=time_s)
+            if old := workers.get(fact.member.worker_id):
+                record = replace(record, quarantine=old.quarantine, marked_s=old.marked_s)
         case WorkerLost():
             record = replace(
                 workers[fact.member.worker_id],
@@ -133,7 +138,13 @@ def _workers_after(
             old = workers[fact.member.worker_id]
             record = replace(old, is_draining=True, reason="draining")
         case WorkerLeft():
-            return workers.without(fact.member.worker_id)
+            old = workers[fact.member.worker_id]
+            if not (old.quarantine or old.marked_s):
+                return workers.without(fact.member.worker_id)
+            ended = replace(old, is_alive=False, is_draining=True, reason=fact.reason)
+            record = replace(ended, lost_s=time_s, beat_s=time_s)
+        case WorkerMarked() | WorkerQuarantined() | WorkerReleased():
+            return _marked(workers, fact, time_s)
         case WorkersForgotten():
             for name in fact.names:
                 workers = workers.without(name)
@@ -141,6 +152,25 @@ def _workers_after(
         case _:
             raise AssertionError(f"{type(fact).__name__} is no fact of the cluster")
     return workers.with_item(record.member.worker_id, record)
+
+
+def _marked(
+    workers: PersistentMap[WorkerId, WorkerRecord],
+    fact: WorkerMarked | WorkerQuarantined | WorkerReleased,
+    time_s: float,
+) -> PersistentMap[WorkerId, WorkerRecord]:
+    old = workers.get(fact.worker_id)
+    if old is None:  # it has left since
+        return workers
+    if isinstance(fact, WorkerMarked):
+        record = replace(old, marked_s=time_s)
+    elif isinstance(fact, WorkerQuarantined):
+        record = replace(old, quarantine=fact.reason or "no reason was given")
+    elif old.has_left:
+        return workers.without(fact.worker_id)
+    else:
+        record = replace(old, quarantine="", marked_s=0.0)
+    return workers.with_item(fact.worker_id, record)
 
 
 def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:

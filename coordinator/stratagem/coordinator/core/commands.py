@@ -5,7 +5,7 @@ all as values.
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from stratagem.common.base.ids import Digest, Incarnation, Party, RunId
+from stratagem.common.base.ids import Digest, Incarnation, Party, RunId, WorkerId
 from stratagem.coordinator.core.facts import ROOT, Capability, Fact, Member
 
 # ---- Commands ----
@@ -139,6 +139,14 @@ class LeaveWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseWorker:
+    """Lift the quarantine of a worker."""
+
+    worker_id: WorkerId
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetWorkers:
     """Forget workers lost before a leader-clock time, and all lost workers but the newest.
     Ephemeral workers, whose names do not come back, have a time limit of their own."""
@@ -171,7 +179,9 @@ class Tick:
     """Make the coordinator decide again because a deadline has passed."""
 
 
-AboutWorkers = RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ForgetWorkers
+AboutWorkers = (
+    RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ReleaseWorker | ForgetWorkers
+)
 AboutRuns = SubmitRun | CancelRun | ResumeRun | DeleteRun | PinRun | ExpireRuns
 AboutBlobs = ClaimData | HoldBlobs
 Command = AboutRuns | AboutBlobs | AboutWorkers | Report | ReportTrouble | Tick

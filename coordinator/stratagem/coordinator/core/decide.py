@@ -30,6 +30,7 @@ from stratagem.coordinator.core.commands import (
     Refusal,
     RefusalKind,
     RegisterWorker,
+    ReleaseWorker,
     Report,
     ReportTrouble,
     ResumeRun,
@@ -57,7 +58,10 @@ from stratagem.coordinator.core.facts import (
     WorkerDraining,
     WorkerLeft,
     WorkerLost,
+    WorkerMarked,
+    WorkerQuarantined,
     WorkerRegistered,
+    WorkerReleased,
 )
 from stratagem.coordinator.core.persistent import PersistentMap
 from stratagem.coordinator.core.retention import (
@@ -118,7 +122,7 @@ def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...
 
 def _decide_about_workers(
     state: CoordinatorState, command: AboutWorkers
-) -> tuple[JournalEntry, ...]:
+) -> tuple[JournalEntry, ...] | Refusal:
     match command:
         case RegisterWorker():
             return _register(state, command)
@@ -128,6 +132,8 @@ def _decide_about_workers(
             return _drain(state, command)
         case LeaveWorker():
             return _leave(state, command.member, command.reason)
+        case ReleaseWorker():
+            return _release(state, command)
         case ForgetWorkers():
             return forget_workers(state, command)
         case _:
@@ -142,6 +148,14 @@ def limited(entry: JournalEntry, number: int) -> JournalEntry:
     what = type(entry.fact).__name__
     reason = f"the strategy decides in a circle: {MAX_DECISIONS} facts, the next one {what}"
     return JournalEntry(entry.run_id, RunFailed(reason=reason))
+
+
+def placed(entry: JournalEntry) -> JournalEntry:
+    """Return a run's decision about a worker as a fact of the cluster that names the run, and any
+    other decision unchanged."""
+    if not isinstance(entry.fact, WorkerMarked | WorkerQuarantined):
+        return entry
+    return JournalEntry(CLUSTER, entry.fact.model_copy(update={"run_id": entry.run_id}))
 
 
 def world_of(state: CoordinatorState) -> World:
@@ -278,10 +292,10 @@ def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Journal
         return (JournalEntry(CLUSTER, fact),)
     now = (command.member, command.address, command.capability)
     same = (known.member, known.address, known.capability) == now
-    if same and known.is_usable:
+    if same and known.is_alive and not known.is_draining:
         return ()
     is_new = known.member != command.member
-    has_ended = is_new and not known.is_draining and not known.is_blameless
+    has_ended = is_new and not (known.is_draining or known.is_blameless or known.quarantine)
     deaths = deaths_at_work(state, known.member, command.ending) if has_ended else ()
     return (*deaths, JournalEntry(CLUSTER, fact))
 
@@ -310,9 +324,18 @@ def _drain(state: CoordinatorState, command: DrainWorker) -> tuple[JournalEntry,
 
 def _leave(state: CoordinatorState, member: Member, reason: str) -> tuple[JournalEntry, ...]:
     known = state.workers.get(member.worker_id)
-    if known is None or known.member != member:
+    if known is None or known.member != member or known.has_left:
         return ()
     return (JournalEntry(CLUSTER, WorkerLeft(member=member, reason=reason)),)
+
+
+def _release(state: CoordinatorState, command: ReleaseWorker) -> tuple[JournalEntry, ...] | Refusal:
+    known, name = state.workers.get(command.worker_id), command.worker_id
+    if known is None:
+        return Refusal(RefusalKind.NOT_FOUND, f"worker {name!r} is not known")
+    if not known.quarantine:
+        return Refusal(RefusalKind.PRECONDITION, f"worker {name!r} is not quarantined")
+    return (JournalEntry(CLUSTER, WorkerReleased(worker_id=name, by=command.by)),)
 
 
 def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...] | Refusal:
@@ -431,7 +454,7 @@ class Agenda:
         counts = Counter[RunId]()
         while (entry := self._next(state, now_s)) is not None:
             counts[entry.run_id] += 1
-            state = add(limited(entry, counts[entry.run_id]))
+            state = add(placed(limited(entry, counts[entry.run_id])))
 
     def _next(self, state: CoordinatorState, now_s: float) -> JournalEntry | None:
         for run_id in sorted(self._due, key=self._numbers.__getitem__):

@@ -62,7 +62,13 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _by(
-    text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted | f.RunPinned | f.BlobsHeld
+    text: str,
+    fact: f.RunSubmitted
+    | f.RunResumed
+    | f.RunDeleted
+    | f.RunPinned
+    | f.BlobsHeld
+    | f.WorkerReleased,
 ) -> str:
     return f"{text} by {fact.by}" if fact.by else text
 
@@ -179,6 +185,9 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkerLost": lambda e: f"worker {e.member.worker_id} is lost: {e.reason}",
     "WorkerDraining": lambda e: f"worker {e.member.worker_id} is draining",
     "WorkerLeft": lambda e: f"worker {e.member.worker_id} has left: {e.reason}",
+    "WorkerMarked": lambda e: f"worker {e.worker_id} is marked: {e.reason}",
+    "WorkerQuarantined": lambda e: f"worker {e.worker_id} is quarantined: {e.reason}",
+    "WorkerReleased": lambda e: _by(f"worker {e.worker_id} released from quarantine", e),
     "WorkersForgotten": lambda e: f"forgotten, as they were lost long ago: {_few(e.names)}",
     "DataUploaded": lambda e: f"{e.owner} has uploaded {e.digest}",
     "RunPinned": lambda e: _by(f"{e.run_id} {'pinned' if e.is_pinned else 'unpinned'}", e),

@@ -42,9 +42,10 @@ from stratagem.coordinator.core.strategy_calls import deaths_of, parties_of
 
 
 def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[JournalEntry, ...]:
-    """Return the fact that forgets lost workers beyond the limits, if no active run needs them."""
+    """Return the fact that forgets lost workers beyond the limits, if no active run needs them and
+    they are not quarantined."""
     lost = sorted(
-        (worker for worker in state.workers.values() if not worker.is_alive),
+        (each for each in state.workers.values() if not each.is_alive and not each.quarantine),
         key=lambda record: (record.lost_s, record.member.worker_id),
     )
     num_beyond = len(lost) - command.num_kept

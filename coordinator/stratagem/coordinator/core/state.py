@@ -36,7 +36,8 @@ class RunPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A worker as it last registered; is_alive is False once its lease has expired."""
+    """A worker as it last registered; is_alive is False once its lease has expired, or once a
+    worker has left of which a quarantine or a mark is remembered."""
 
     member: Member
     address: str
@@ -53,10 +54,24 @@ class WorkerRecord:
     reason; 0 while it is alive."""
     registered_s: float = 0.0
     """Leader-clock time of the worker's last registration."""
+    quarantine: str = ""
+    """The reason for which the worker gets no work until it is released; "" if there is none."""
+    marked_s: float = 0.0
+    """Leader-clock time of the newest mark, see WorkerMarked; 0 without one."""
 
     @property
     def is_usable(self) -> bool:
-        return self.is_alive and not self.is_draining
+        return self.is_alive and not self.is_draining and not self.quarantine
+
+    @property
+    def has_left(self) -> bool:
+        """Return True if the worker has ended as it was asked to, and is not lost."""
+        return self.is_draining and not self.is_alive
+
+    @property
+    def is_listed(self) -> bool:
+        """Return False if the worker has left, and is remembered for an earlier mark alone."""
+        return bool(self.quarantine) or not self.has_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +396,8 @@ class World:
         return self._under[numerics]
 
     def usable(self) -> list[WorkerRecord]:
-        """Return the workers that are alive, not draining and know the run's numerics rules, sorted
-        by load, then by name."""
+        """Return the usable workers that know the run's numerics rules, sorted by load, then by
+        name."""
         return list(self._current)
 
     def outdated(self) -> list[WorkerRecord]:
@@ -398,7 +413,7 @@ class World:
 
     @property
     def _usable(self) -> tuple[WorkerRecord, ...]:
-        """Return the workers that are alive and not draining, sorted once for all runs that ask."""
+        """Return the usable workers, sorted once for all runs that ask."""
         if not self._sorted:
             usable = [record for record in self.workers.values() if record.is_usable]
             usable.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
@@ -406,7 +421,7 @@ class World:
         return self._sorted[0]
 
     def holds(self, member: Member) -> bool:
-        """Return True if this very process of the worker is alive and not draining."""
+        """Return True if this very process of the worker is usable."""
         record = self.workers.get(member.worker_id)
         return record is not None and record.member == member and record.is_usable
 

@@ -117,7 +117,8 @@ DISK: Final = Metric(
 WORKERS: Final = Metric(
     "stratagem_coordinator_workers",
     "gauge",
-    "registered workers as they are now: alive, draining; lost, until they are forgotten",
+    "registered workers as they are now: alive, draining; lost, until they are forgotten; "
+    "quarantined, until they are released",
     ("state",),
 )
 WANTED: Final = Metric(
@@ -330,12 +331,17 @@ def _wanted(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> int:
     )
 
 
+_STATES: Final = ("alive", "draining", "lost", "quarantined")
+
+
 def _workers(state: CoordinatorState) -> Values:
-    counts = Counter(map(_state_of, state.workers.values()))
-    return {(status,): counts[status] for status in ("alive", "draining", "lost")}
+    counts = Counter(_state_of(each) for each in state.workers.values() if each.is_listed)
+    return {(status,): counts[status] for status in _STATES}
 
 
 def _state_of(worker: WorkerRecord) -> str:
+    if worker.quarantine:
+        return "quarantined"
     if not worker.is_alive:
         return "lost"
     return "draining" if worker.is_draining else "alive"

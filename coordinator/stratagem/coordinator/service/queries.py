@@ -205,7 +205,7 @@ def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
 
 def _behind(workers: Sequence[WorkerRecord], token: str, limit: int) -> list[WorkerRecord]:
     """Return the first `limit` workers after a name, sorted by name; all if limit is 0."""
-    behind = [worker for worker in workers if worker.member.worker_id > token]
+    behind = [each for each in workers if each.member.worker_id > token and each.is_listed]
     num_wanted = limit or len(behind)
     return nsmallest(num_wanted, behind, key=lambda worker: worker.member.worker_id)
 
@@ -461,6 +461,7 @@ def _worker_info(worker: WorkerRecord, silent_s: float, runs: Sequence[RunId]) -
         capability=types_pb2.Capability(**worker.capability.model_dump()),
         run_ids=runs,
         reason=worker.reason,
+        quarantine=worker.quarantine,
     )
 
 

@@ -19,6 +19,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.ids import (
     Party,
     RunId,
+    WorkerId,
     check_digest,
     check_run_id,
     new_submission,
@@ -36,6 +37,7 @@ from stratagem.coordinator.core.commands import (
     LeaveWorker,
     PinRun,
     RegisterWorker,
+    ReleaseWorker,
     ResumeRun,
     SubmitRun,
 )
@@ -300,6 +302,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:
         return worker_page(self._app, request.page_token, request.page_size)
+
+    async def ReleaseWorker(
+        self, request: pb.ReleaseWorkerRequest, context: Context
+    ) -> pb.ReleaseWorkerResponse:
+        by = current_caller().name
+        await self._app.loop.submit(ReleaseWorker(WorkerId(request.worker_id), by))
+        return pb.ReleaseWorkerResponse()
 
     async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
         async with self._diagnosis:

@@ -216,7 +216,8 @@ async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseRespons
 async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
     if not are_wanted:
         return []
-    workers = sorted(app.loop.state.workers.values(), key=lambda record: record.member.worker_id)
+    listed = (record for record in app.loop.state.workers.values() if record.is_listed)
+    workers = sorted(listed, key=lambda record: record.member.worker_id)
     alive = [worker for worker in workers if worker.is_alive]
     infos = queries.worker_infos(app.loop.state, workers, app.silent_s)
     places = {worker.member: place for place, worker in enumerate(alive)}

@@ -113,7 +113,7 @@ def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
         return why_outdated(world)
     if not usable:
         states = sorted(
-            f"{w.member.worker_id} ({w.reason or 'draining'})" for w in world.workers.values()
+            f"{w.member.worker_id} ({_why_unusable(w)})" for w in world.workers.values()
         )
         return f"no worker is available: {', '.join(states)}"
     apart = why_apart(job, world)
@@ -133,6 +133,12 @@ def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
         more += f"; {len(refusing)} more take no code from jobs: {_names(refusing)}"
     more += "".join(f"; {why}" for why in (apart, why_outdated(world)) if why)
     return f"only {len(fitting)} {'fits' if len(fitting) == 1 else 'fit'}: {_names(fitting)}{more}"
+
+
+def _why_unusable(worker: WorkerRecord) -> str:
+    if worker.quarantine:
+        return f"quarantined: {worker.quarantine}"
+    return worker.reason or "draining"
 
 
 def _names(workers: list[WorkerRecord]) -> str:

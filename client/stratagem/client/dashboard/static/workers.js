@@ -6,7 +6,7 @@ import { ask, Stream } from "./net.js";
 
 const PAUSE_MS = 3000;
 const WINDOW = 100;
-const STATES = ["busy", "idle", "draining", "lost", "refused"];
+const STATES = ["busy", "idle", "draining", "quarantined", "lost", "refused"];
 
 /** @param {HTMLElement} place @param {Record<string, (value: any) => void>} common */
 export async function showWorkers(place, common) {
@@ -73,6 +73,7 @@ const BLANK = { run_ids: [], tags: [], device: "", device_name: "", num_threads:
 /** @param {any} worker */
 function stateOf(worker) {
   if (worker.is_refused) return "refused";
+  if (worker.quarantine) return "quarantined";
   if (!worker.is_alive) return "lost";
   return worker.reason ? "draining" : worker.run_ids.length ? "busy" : "idle";
 }
@@ -80,7 +81,8 @@ function stateOf(worker) {
 /** @param {any} worker */
 function told(worker) {
   const silent = worker.silent_s > 3 ? `, silent for ${duration(worker.silent_s)}` : "";
-  return stateOf(worker) + (worker.reason ? `: ${worker.reason}` : "") + silent;
+  const why = worker.quarantine || worker.reason;
+  return stateOf(worker) + (why ? `: ${why}` : "") + silent;
 }
 
 /** @param {any} worker @param {HTMLElement} [row] */

@@ -73,7 +73,10 @@ from stratagem.coordinator.core.facts.run_facts import UploadDue as UploadDue
 from stratagem.coordinator.core.facts.run_facts import WorkerDraining as WorkerDraining
 from stratagem.coordinator.core.facts.run_facts import WorkerLeft as WorkerLeft
 from stratagem.coordinator.core.facts.run_facts import WorkerLost as WorkerLost
+from stratagem.coordinator.core.facts.run_facts import WorkerMarked as WorkerMarked
+from stratagem.coordinator.core.facts.run_facts import WorkerQuarantined as WorkerQuarantined
 from stratagem.coordinator.core.facts.run_facts import WorkerRegistered as WorkerRegistered
+from stratagem.coordinator.core.facts.run_facts import WorkerReleased as WorkerReleased
 from stratagem.coordinator.core.facts.run_facts import WorkersForgotten as WorkersForgotten
 
 ROOT = Party("")
@@ -83,6 +86,9 @@ Fact = (
     | WorkerLost
     | WorkerDraining
     | WorkerLeft
+    | WorkerMarked
+    | WorkerQuarantined
+    | WorkerReleased
     | WorkersForgotten
     | DataUploaded
     | RunPinned

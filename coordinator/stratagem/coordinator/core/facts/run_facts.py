@@ -45,6 +45,32 @@ class WorkerLeft(Value):
     reason: str
 
 
+class WorkerMarked(Value):
+    """The worker took part in a segment that was refuted, and nobody could be blamed. Marks and
+    quarantines belong to the worker's name, whichever process has it."""
+
+    worker_id: WorkerId
+    reason: str
+    run_id: RunId = RunId("")
+    """The run that has found it out; a strategy, which does not know it, leaves it empty."""
+
+
+class WorkerQuarantined(Value):
+    """The worker gets no work until it is released."""
+
+    worker_id: WorkerId
+    reason: str
+    run_id: RunId = RunId("")
+    """See WorkerMarked."""
+
+
+class WorkerReleased(Value):
+    """The quarantine and the mark of a worker are lifted."""
+
+    worker_id: WorkerId
+    by: str = ""
+
+
 class WorkersForgotten(Value):
     """Records of workers that were lost long ago are removed."""
 
@@ -90,6 +116,8 @@ class KnownWorker(Value):
     lost_s: float = 0.0
     beat_s: float = 0.0
     registered_s: float = 0.0
+    quarantine: str = ""
+    marked_s: float = 0.0
 
 
 class ClusterSummed(Value):

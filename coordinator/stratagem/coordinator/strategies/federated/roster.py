@@ -157,8 +157,8 @@ def departed(job: JobSpec, value: Federation, world: World, now_s: float) -> Fac
         if client not in awaited:
             continue
         record = world.workers.get(value.roster[client].worker_id)
-        if record is None or record.is_draining:
-            return _left(value, client, STOPPED if record is None else _why_draining(record))
+        if why := _why_stopped(record):
+            return _left(value, client, why)
         if now_s >= until_s:
             return _left(value, client, f"{AWAY} for {roster.wait_s:g} s")
     for segment, owed in value.evaluations.items():
@@ -239,8 +239,7 @@ def excused(value: Federation, world: World, here: Here) -> tuple[Excused, ...]:
         client = binding.client
         if binding.worker_id in here or client in value.attendance.left or client in sitting:
             continue
-        record = world.workers.get(binding.worker_id)
-        reason = _why_draining(record) if record is not None and record.is_draining else AWAY
+        reason = _why_stopped(world.workers.get(binding.worker_id)) or AWAY
         away.setdefault(reason, []).append(client)
     absent = (Excused(reason=reason, clients=tuple(who)) for reason, who in sorted(away.items()))
     return (*absent, *benched)
@@ -366,8 +365,10 @@ def _evaluators(value: Federation) -> Iterator[int]:
 def _gone(value: Federation, world: World) -> ClientLeft | None:
     """Return the departure of a client whose worker is not known any more; otherwise None."""
     for binding in value.roster:
-        if binding.worker_id not in world.workers and binding.client not in value.attendance.left:
-            return _left(value, binding.client, STOPPED)
+        record = world.workers.get(binding.worker_id)
+        is_gone = record is None or record.has_left
+        if is_gone and binding.client not in value.attendance.left:
+            return _left(value, binding.client, _why_stopped(record))
     return None
 
 
@@ -382,7 +383,14 @@ def _is_back(departure: Departure, record: WorkerRecord | None, now_s: float) ->
     return again_s is None or now_s >= again_s or record.registered_s > departure.since_s
 
 
-def _why_draining(record: WorkerRecord) -> str:
+def _why_stopped(record: WorkerRecord | None) -> str:
+    """Return why a worker gets no work until somebody acts; "" if it may come back by itself."""
+    if record is not None and record.quarantine:
+        return f"its worker is quarantined: {record.quarantine}"
+    if record is None or record.has_left:
+        return STOPPED
+    if not record.is_draining:
+        return ""
     return record.reason if record.reason != "draining" else "its worker is being stopped"
 
 

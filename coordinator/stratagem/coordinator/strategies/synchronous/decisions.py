@@ -98,7 +98,7 @@ def _copies_due(
         if not run.members or not are_moved(run):
             reason = "the training stops here"
         return UploadDue(party=at[0], segment=at[1], holders=here, reason=reason)
-    has_left = any(record is None for record in records)
+    has_left = any(record is None or record.has_left for record in records)
     is_late = run.awaits_until_s is not None and now_s >= run.awaits_until_s
     if run.holders or not (has_left or is_late):
         return None
@@ -232,9 +232,11 @@ def _why_reformed(
 
 
 def _has_left(world: World, member: Member) -> bool:
-    """Return True if the member was asked to end, and is draining or gone."""
+    """Return True if the member was asked to end, and is draining or gone, or is quarantined."""
     record = world.workers.get(member.worker_id)
-    return record is None or (record.member == member and record.is_alive and record.is_draining)
+    if record is None or record.member != member:
+        return record is None
+    return record.is_draining or bool(record.quarantine)
 
 
 def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
