@@ -218,11 +218,11 @@ class App:
         """Act on a batch of durable, applied facts; the loop calls this once per batch."""
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
-        told = {item.entry.run_id for item in facts if item.shown_index >= 0}
-        self._say_missing(told)
+        visible_runs = {item.entry.run_id for item in facts if item.shown_index >= 0}
+        self._say_missing(visible_runs)
         for item in facts:
             self._follow(item.entry.run_id, item.entry.fact, item.shown_index)
-        publish_counts(self.feed, self.loop.state, self.loop.world, told)
+        publish_counts(self.feed, self.loop.state, self.loop.world, visible_runs)
         for run_id in changed:
             self._end_of(run_id)
             self._look_at(run_id, has_facts=True)
@@ -284,16 +284,16 @@ class App:
     def _event(self, run: RunRecord | EndedRun, item: Committed) -> FeedEvent:
         index, fact = item.shown_index, item.entry.fact
         phase = phase_of(self.loop.world, run) if index == run.num_shown - 1 else phase_then(fact)
-        told = without_draws(run, fact)
-        payload = item.payload if told is fact else ""
-        return FeedEvent(index, item.wall_s, told, phase, item.time_s, payload)
+        public_fact = without_draws(run, fact)
+        payload = item.payload if public_fact is fact else ""
+        return FeedEvent(index, item.wall_s, public_fact, phase, item.time_s, payload)
 
     def _follow(self, run_id: RunId, fact: Fact, shown_index: int) -> None:
         if isinstance(fact, RunSubmitted):
             self._forget_lines(run_id)  # a crash may have left those of an earlier run of that id
         if run_id != CLUSTER and not isinstance(fact, RunDeleted) and shown_index >= 0:
-            told = sentence(without_draws(self.loop.state.find(run_id), fact))
-            self.logs.add(run_id, RunLogLine(time.time(), "", "INFO", told))
+            text = sentence(without_draws(self.loop.state.find(run_id), fact))
+            self.logs.add(run_id, RunLogLine(time.time(), "", "INFO", text))
         self.collector.follow(run_id, fact)
         match fact:
             case WorkerRegistered():
@@ -401,14 +401,14 @@ async def shown_facts(
     """Return the first facts of a span of a run with secretly sampled clients, at most num_facts.
     The span counts facts as readers get them. A run has about four such facts per round, so all
     those before the span are read, too."""
-    found: list[Committed] = []
-    left, number = EventSpan(kinds=SHOWN), 0
-    while page := await recorded.read(run_id, left, PAGE_FACTS):
+    facts: list[Committed] = []
+    remainder, number = EventSpan(kinds=SHOWN), 0
+    while page := await recorded.read(run_id, remainder, PAGE_FACTS):
         for item in page:
-            if number == span.before_index or (len(found) == num_facts and not span.newest_first):
-                return found[::-1][:num_facts] if span.newest_first else found
+            if number == span.before_index or (len(facts) == num_facts and not span.newest_first):
+                return facts[::-1][:num_facts] if span.newest_first else facts
             if number >= span.from_index and span.wants(type(item.entry.fact).__name__):
-                found.append(replace(item, shown_index=number))
+                facts.append(replace(item, shown_index=number))
             number += 1
-        left = left.after(page[-1].index)
-    return found[::-1][:num_facts] if span.newest_first else found
+        remainder = remainder.after(page[-1].index)
+    return facts[::-1][:num_facts] if span.newest_first else facts

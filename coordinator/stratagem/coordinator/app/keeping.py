@@ -139,8 +139,8 @@ class Collector:
         what = f"delete the updates of a round of run {run_id}"
         self._do_in_thread(lambda: self._spool.delete_round(of_run, party, oldest), what)
         run = self._loop.state.runs.get(run_id)
-        for below, each in rounds_inside(run.job, run.value, number) if run and not party else ():
-            self._do_in_thread(partial(self._spool.delete_round, of_run, below, each), what)
+        for below, inner in rounds_inside(run.job, run.value, number) if run and not party else ():
+            self._do_in_thread(partial(self._spool.delete_round, of_run, below, inner), what)
         if not fact.max_staleness:
             return
         # The newest closing of the round names its updates; the committed state does not.
@@ -224,8 +224,8 @@ class House:
 
     async def keep(self) -> None:
         """Delete expired data at regular intervals, until cancelled."""
-        told = self.settings
-        spans_s = (told.forget_workers_after, told.keep_runs_for, told.keep_logs_for)
+        settings = self.settings
+        spans_s = (settings.forget_workers_after, settings.keep_runs_for, settings.keep_logs_for)
         pause_s = min(LONGEST_PAUSE_S, min(spans_s) / 4)
         self._unmerged.update(await self.loop.recorded.unmerged_histories())
         while True:
@@ -424,7 +424,7 @@ class Backups:
     async def held_blobs(self) -> Sequence[frozenset[Digest]]:
         """Return the blobs that are kept for backups of this coordinator, one set per backup."""
         now_s = self._loop.clock.now()
-        present = [each for each, until_s in self._loop.state.holds.items() if until_s > now_s]
+        present = [digest for digest, until_s in self._loop.state.holds.items() if until_s > now_s]
         for listed in present:
             if listed not in self._held:
                 self._held[listed] = await asyncio.to_thread(_read, self._blobs, listed)
@@ -471,8 +471,8 @@ class Backups:
     def _write(self, snapshot: Snapshot, path: Path) -> None:
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            for left in self._folder.iterdir():  # files of a coordinator that was killed
-                left.unlink()
+            for leftover in self._folder.iterdir():  # files of a coordinator that was killed
+                leftover.unlink()
             snapshot.write(path)
         finally:
             snapshot.close()

@@ -74,8 +74,8 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
     advice = "put a sound copy in its place, then resume the run"
     others = sorted(c.segment for c in retained(run) if c.digest != error.digest)
     if which and others and run.strategy.nesting is not None:
-        kept = f"{'is' if len(others) == 1 else 'are'} {', '.join(map(str, others))}"
-        advice += f", or go on from an earlier commit (kept {kept}): "
+        phrase = f"{'is' if len(others) == 1 else 'are'} {', '.join(map(str, others))}"
+        advice += f", or go on from an earlier commit (kept {phrase}): "
         advice += f"stratagem resume {run.run_id} --from {others[-1]}"
     return f"{what}; {advice}"
 

@@ -78,9 +78,9 @@ class TryAgain(StrEnum):
 
 def retry_of(effect: Effect, errors: Sequence[BaseException]) -> TryAgain:
     """Return the retries that an effect gets after one try has failed with all these errors."""
-    found = {_retry_of_one(effect, error) for error in errors}
+    retries = {_retry_of_one(effect, error) for error in errors}
     order = (TryAgain.NEVER, TryAgain.ENDLESS, TryAgain.LIMITED)
-    return next((retry for retry in order if retry in found), TryAgain.LIMITED)
+    return next((retry for retry in order if retry in retries), TryAgain.LIMITED)
 
 
 def _retry_of_one(effect: Effect, error: BaseException) -> TryAgain:

@@ -47,8 +47,8 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 def _few_metrics(texts: Mapping[str, str]) -> str:
     """Join the first texts, keyed by metric, and add the number of metrics left out."""
     names = sorted(texts, key=lambda name: (name not in _LOSSES, name))
-    left = len(names) - MAX_METRICS
-    more = [counted(left, "more metric")] if left > 0 else []
+    num_more = len(names) - MAX_METRICS
+    more = [counted(num_more, "more metric")] if num_more > 0 else []
     return ", ".join([*(texts[name] for name in names[:MAX_METRICS]), *more])
 
 
@@ -109,15 +109,15 @@ def _evaluated(fact: f.Evaluated) -> str:
 
 def _received(fact: f.UpdateReceived) -> str:
     """Return the sentence about an update; a withheld loss, which is NaN, is left out."""
-    told = {} if math.isnan(fact.loss) else {"loss": fact.loss}
+    metrics = {} if math.isnan(fact.loss) else {"loss": fact.loss}
     if fact.spent is not None:
-        told["privacy.epsilon"] = fact.spent.epsilon
+        metrics["privacy.epsilon"] = fact.spent.epsilon
     who = f"round {fact.round_num}: client {fact.client}"
     # A private or masked update withholds its numbers of samples and steps, and counts as one.
     is_told = not math.isnan(fact.loss) or (fact.num_samples, fact.num_steps) != (1, 1)
     over = f" over {counted(fact.num_samples, 'sample')}" if is_told else ""
     text = f"{who} sent its update{over}"
-    return ", ".join(filter(None, (text, metrics_text({**told, **fact.metrics}))))
+    return ", ".join(filter(None, (text, metrics_text({**metrics, **fact.metrics}))))
 
 
 def _selected(fact: f.ClientsSelected) -> str:
@@ -240,7 +240,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     ),
     "RosterFormed": lambda e: f"roster of {counted(len(e.clients), 'client')} formed",
     "ClientsJoined": lambda e: (
-        "joined: " + _few([f"client {each.client} ({each.worker_id})" for each in e.clients])
+        "joined: " + _few([f"client {client.client} ({client.worker_id})" for client in e.clients])
     ),
     "ClientLeft": lambda e: f"client {e.client} has left: {e.reason}",
     "ClientBenched": lambda e: (

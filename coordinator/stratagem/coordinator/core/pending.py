@@ -45,7 +45,7 @@ class Needed(Container[Digest]):
 
     def __contains__(self, digest: object) -> bool:
         is_named = digest in self.active or digest in self.ended.blobs
-        return is_named or any(digest in each for each in self.held)
+        return is_named or any(digest in digests for digests in self.held)
 
     def all(self) -> frozenset[Digest]:
         """Return all blobs that runs need, in one new set; slow if there are many blobs."""

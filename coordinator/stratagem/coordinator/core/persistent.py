@@ -59,9 +59,9 @@ class PersistentMap(Mapping[K, V], Generic[K, V]):
     def changed_since(self, before: "PersistentMap[K, V]") -> set[K]:
         """Return the keys whose values are not the same objects as in another mapping; only pieces
         that the two do not share are compared."""
-        found: set[K] = set()
-        _differing(before._root, self._root, found)
-        return found
+        keys: set[K] = set()
+        _differing(before._root, self._root, keys)
+        return keys
 
     def __getitem__(self, key: K) -> V:
         node = self._root
@@ -129,7 +129,7 @@ def _put(node: _Node, place: int, depth: int, key: str, value: object) -> _Node:
 
 def _removed(node: _Node, place: int, key: str) -> _Node:
     if type(node) is not tuple:
-        return {each: value for each, value in node.items() if each != key}
+        return {other: value for other, value in node.items() if other != key}
     at = place & _MASK
     return (*node[:at], _removed(node[at], place >> _BITS, key), *node[at + 1 :])
 
@@ -138,26 +138,26 @@ def _leaves(node: _Node) -> Iterator[dict[Any, Any]]:
     if type(node) is not tuple:
         yield node
         return
-    for each in node:
-        if type(each) is tuple:
-            yield from _leaves(each)
-        elif each:
-            yield each
+    for child in node:
+        if type(child) is tuple:
+            yield from _leaves(child)
+        elif child:
+            yield child
 
 
-def _differing(before: _Node, now: _Node, found: set[Any]) -> None:
+def _differing(before: _Node, now: _Node, keys: set[Any]) -> None:
     if before is now:
         return
     if type(before) is tuple and type(now) is tuple:
         for one, other in zip(before, now, strict=True):
             if one is not other:
-                _differing(one, other, found)
+                _differing(one, other, keys)
         return
     old, new = (
-        dict(chain.from_iterable(leaf.items() for leaf in _leaves(each))) for each in (before, now)
+        dict(chain.from_iterable(leaf.items() for leaf in _leaves(node))) for node in (before, now)
     )
     missing = object()
-    found |= {
+    keys |= {
         key for key in old.keys() | new.keys() if old.get(key, missing) is not new.get(key, missing)
     }
 
@@ -196,7 +196,7 @@ class PersistentOrder(Generic[T]):
     def without(self, item: T) -> "PersistentOrder[T]":
         """Return a copy without an item, which must be present."""
         at = self._piece_of(item)
-        shorter = tuple(each for each in self._pieces[at] if each != item)
+        shorter = tuple(other for other in self._pieces[at] if other != item)
         return self._of((*self._pieces[:at], *filter(None, (shorter,)), *self._pieces[at + 1 :]))
 
     def behind(self, item: T) -> Iterator[T]:

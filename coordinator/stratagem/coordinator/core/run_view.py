@@ -140,7 +140,7 @@ def phase_then(fact: Fact) -> RunPhase:
 def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
     best, origins = best_commit(run), status.origins
 
-    def shown(commit: CommittedState) -> CommitView:
+    def view(commit: CommittedState) -> CommitView:
         origin = origins.get(commit.segment)
         return CommitView(
             segment=commit.segment,
@@ -154,7 +154,7 @@ def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
             average=commit.average,
         )
 
-    return tuple(map(shown, retained(run)))
+    return tuple(map(view, retained(run)))
 
 
 def _data_plane(world: World, status: Status) -> str:
@@ -285,7 +285,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
 
 def _states_in(view: RunView) -> set[Digest]:
     """Return the digests of the committed states and the predictions that a view names."""
-    named = {digest for each in view.commits for digest in (each.digest, each.average)}
+    named = {digest for commit in view.commits for digest in (commit.digest, commit.average)}
     return {*named, view.predictions or Digest("")} - {Digest("")}
 
 
@@ -294,8 +294,8 @@ def put_to_rest(state: CoordinatorState, runs: Iterable[EndedRun]) -> Coordinato
     ended = {run.run_id: run for run in runs}
     if not ended:
         return state
-    left = {run_id: run for run_id, run in state.runs.items() if run_id not in ended}
-    return replace(state, runs=left, ended=state.ended.with_runs(ended.values()))
+    active = {run_id: run for run_id, run in state.runs.items() if run_id not in ended}
+    return replace(state, runs=active, ended=state.ended.with_runs(ended.values()))
 
 
 def num_to_recall(state: CoordinatorState, command: Command) -> tuple[RunId, int] | None:

@@ -294,9 +294,9 @@ class Strategies:
         if name in self.broken:
             return self.broken[name]
         packages = sorted(self.installed)
-        known = ", ".join(packages) or f"none (entry-point group {GROUP})"
+        names = ", ".join(packages) or f"none (entry-point group {GROUP})"
         hint = suggest(name, packages)
-        return f"{name!r} has no implementation here; registered are {known}{hint}"
+        return f"{name!r} has no implementation here; registered are {names}{hint}"
 
 
 def _name_of(job: JobSpec) -> str:

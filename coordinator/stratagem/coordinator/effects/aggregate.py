@@ -220,8 +220,8 @@ def _fold(
 def _next_manifest(base: Manifest, effect: AggregateRound) -> Manifest:
     """Return the manifest of the next state: that of the round's base with new metadata."""
     metadata = {"format": "1", "round": str(effect.round_num)}
-    kept = {key: base.metadata[key] for key in _KEPT_METADATA if key in base.metadata}
-    return replace(base, metadata={**metadata, **kept}, is_in_leaves=False)
+    inherited = {key: base.metadata[key] for key in _KEPT_METADATA if key in base.metadata}
+    return replace(base, metadata={**metadata, **inherited}, is_in_leaves=False)
 
 
 def _server_step(blobs: BlobStore, spec: Federated, effect: AggregateRound) -> ServerStep | None:
@@ -282,7 +282,7 @@ def combined_updates(
     opened masks of a secure one. manifest, state: of the state that the round began from.
     """
     job = runs.job_of(effect.run_id, effect.party)
-    options, weights = spec_of(job).options, [weight(job, each) for each in effect.accepted]
+    options, weights = spec_of(job).options, [weight(job, accepted) for accepted in effect.accepted]
     rule: Combination | None = None
     if isinstance(protection, PrivateRound):
         rule = protection.mean(manifest, state)
@@ -410,9 +410,9 @@ def _said(
             lightest = min(verdict.weights) * len(clients)
             return f"{updates} weighed, the lightest with {lightest:.2g} of an even share"
         case Krum() | MultiKrum() | Bulyan():
-            left_out = [client for client, each in pairs if not each]
-            kept = len(clients) - len(left_out)
-            return f"{kept} of {updates} chosen; left out{_named(left_out) or ': none'}"
+            left_out = [client for client, share in pairs if not share]
+            num_chosen = len(clients) - len(left_out)
+            return f"{num_chosen} of {updates} chosen; left out{_named(left_out) or ': none'}"
         case _:
             raise TypeError(f"{type(rule).__name__} compares no updates")
 

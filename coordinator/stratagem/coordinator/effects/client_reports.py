@@ -70,13 +70,13 @@ async def reject_for_error(runs: LiveRuns, effect: TrainClient, error: ErrorReco
     """Reject a client's update because its data or code raised, or its worker does not follow the
     job."""
     log_error(runs, effect.run_id, effect.client, error)
-    kept = None
+    record = None
     if runs.errors.is_new(effect, error):
         message = error.message[:MAX_JOURNALED_CHARS]
         traceback = error.traceback[-MAX_JOURNALED_TRACE:]
-        kept = error.model_copy(update={"message": message, "traceback": traceback})
+        record = error.model_copy(update={"message": message, "traceback": traceback})
     cause, reason = cause_of(error), reason_of(error)
-    await reject(runs, effect, cause, reason, kept, error.opens_in_s)
+    await reject(runs, effect, cause, reason, record, error.opens_in_s)
 
 
 def log_error(runs: LiveRuns, run_id: RunId, client: int, error: ErrorRecord) -> None:
@@ -134,16 +134,16 @@ def row_privacy(runs: LiveRuns, effect: TrainClient) -> worker_pb2.RowPrivacy:
     assert job.privacy is not None
     assert asked is not None
     name = str(runs.spool_key(effect.run_id, effect.party, effect.round_num, effect.client).folder)
-    told = worker_pb2.RowPrivacy(num_rounds=asked.num_rounds, name=name)
+    privacy = worker_pb2.RowPrivacy(num_rounds=asked.num_rounds, name=name)
     if job.privacy.noise == "seeded":
-        return told
+        return privacy
     if job.data.worker_local is not None:
-        told.fingerprint = asked.fingerprint
-        return told
+        privacy.fingerprint = asked.fingerprint
+        return privacy
     secret = runs.secret.get(asked.fingerprint)
-    told.fingerprint = fingerprint_of(secret)
-    told.secret = derived_key(secret, ["client", name, str(effect.client)])
-    return told
+    privacy.fingerprint = fingerprint_of(secret)
+    privacy.secret = derived_key(secret, ["client", name, str(effect.client)])
+    return privacy
 
 
 def spent_of(result: worker_pb2.ClientRoundResult) -> RowsSpent | None:
@@ -151,16 +151,16 @@ def spent_of(result: worker_pb2.ClientRoundResult) -> RowsSpent | None:
     infinite."""
     if not result.HasField("spent"):
         return None
-    told = result.spent
+    spent = result.spent
     epsilon, after = (
         value if math.isfinite(value) and value >= 0 else math.inf
-        for value in (told.epsilon, told.next_epsilon)
+        for value in (spent.epsilon, spent.next_epsilon)
     )
     return RowsSpent(
         epsilon=epsilon,
         next_epsilon=after,
-        fingerprint=told.fingerprint[:64],
-        accountant=told.accountant[:200],
+        fingerprint=spent.fingerprint[:64],
+        accountant=spent.accountant[:200],
     )
 
 

@@ -78,14 +78,14 @@ class JournaledErrors:
 
     def is_new(self, effect: TrainClient, error: ErrorRecord) -> bool:
         """Return True if the error must be journaled, and count it as journaled from now on."""
-        number, known = self._rounds.get((effect.run_id, effect.party), (0, set()))
+        number, journaled = self._rounds.get((effect.run_id, effect.party), (0, set()))
         if number != effect.round_num:
-            known = set()
-        self._rounds[effect.run_id, effect.party] = effect.round_num, known
+            journaled = set()
+        self._rounds[effect.run_id, effect.party] = effect.round_num, journaled
         key = (error.type, error.message)
-        if key in known or len(known) == MAX_ERRORS:
+        if key in journaled or len(journaled) == MAX_ERRORS:
             return False
-        known.add(key)
+        journaled.add(key)
         return True
 
     def forget(self, run_id: RunId) -> None:
@@ -196,10 +196,10 @@ class WorkerCalls:
     def job_json(self, run_id: RunId, party: Party) -> str:
         """Return the party's job as JSON, cached: a federated run asks for it once per client."""
         job = self.runs.job_of(run_id, party)
-        known = self.job_texts.get((run_id, party))
-        if known is None or known[0] is not job:
-            known = self.job_texts[run_id, party] = (job, job.canonical_json())
-        return known[1]
+        cached = self.job_texts.get((run_id, party))
+        if cached is None or cached[0] is not job:
+            cached = self.job_texts[run_id, party] = (job, job.canonical_json())
+        return cached[1]
 
     def submitter(self, run_id: RunId) -> str:
         """Return the name of the user who submitted a run, for requests to workers."""
@@ -512,7 +512,7 @@ class LeafSigning:
         """Send a signed URL for each leaf asked for. Raises LimitError for too many. numbers: the
         leaves' numbers, which the caller has checked."""
         self._signed.update(numbers)
-        if len(numbers) > MAX_ASKED or any(self._signed[each] > MAX_SIGNED for each in numbers):
+        if len(numbers) > MAX_ASKED or any(self._signed[number] > MAX_SIGNED for number in numbers):
             text = f"at most {MAX_ASKED} leaves in a message, and each {MAX_SIGNED} times"
             raise LimitError(f"asked.leaves: {text}")
         urls = await asyncio.to_thread(self._sign, leaves)

@@ -42,10 +42,10 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
         effect.party,
         effect.base.segment,
     )
-    shown = _Shown(env.runs.feed, effect, job)
+    display = _Shown(env.runs.feed, effect, job)
     async with task_group() as group:
         attending = [
-            group.create_task(_evaluate(env, effect, rank, shown.by(rank)))
+            group.create_task(_evaluate(env, effect, rank, display.by(rank)))
             for rank in range(len(effect.members))
         ]
     results = [task.result() for task in attending]
@@ -61,10 +61,10 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
         return
     metrics, predictions = fold_parts(parts, env.runs.metrics_of(effect.run_id, party)), Digest("")
     splits, kept_in = effect.splits, child_party(party, "evaluate")
-    own = await own_metrics(env, effect, kept_in, segment, splits, finished)
-    if own is None:
+    user_metrics = await own_metrics(env, effect, kept_in, segment, splits, finished)
+    if user_metrics is None:
         return
-    metrics, at = {**metrics, **own}, (segment, effect.base.step)
+    metrics, at = {**metrics, **user_metrics}, (segment, effect.base.step)
     seen = await shown_evaluation(env, effect, kept_in, at, splits, finished, metrics)
     if seen is None:
         return
@@ -137,17 +137,17 @@ async def _said(
     blobs: BlobStore, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
 ) -> ClientEvaluated:
     """Store a client's metric states, and return the fact with the results on its rows."""
-    own = result.own_metrics
+    user_metrics = result.own_metrics
     said = ClientEvaluated(
         party=effect.party,
         segment=effect.base.segment,
         client=client,
         sums=sums_of(result.parts),
-        own=dict(own.metrics),
-        summed=summed(own.sums),
+        own=dict(user_metrics.metrics),
+        summed=summed(user_metrics.sums),
     )
     try:
-        return said.model_copy(update={"states": await store_states(blobs, own.sums)})
+        return said.model_copy(update={"states": await store_states(blobs, user_metrics.sums)})
     except InvalidInputError as error:
         nothing = {"sums": {}, "own": {}, "summed": (), "reason": str(error)}
         return said.model_copy(update=nothing)
@@ -241,7 +241,7 @@ async def own_metrics(
     Return None if the computation failed, which has then been reported.
     """
     said = [result.own_metrics for result in results if result.HasField("own_metrics")]
-    measured = [each for each in said if each.are_measured]
+    measured = [metrics for metrics in said if metrics.are_measured]
     if measured or not said:
         return dict(measured[0].metrics) if measured else {}
 
@@ -251,7 +251,7 @@ async def own_metrics(
             return await pull_part_outputs(env, at, segment)
 
     pairs = zip(effect.members, results, strict=True)
-    pulls = [partial(pull, member) for member, each in pairs if each.HasField("own_metrics")]
+    pulls = [partial(pull, member) for member, result in pairs if result.HasField("own_metrics")]
     try:
         outputs, _ = await merged(env, pulls)
     except ContradictionError as error:

@@ -316,13 +316,13 @@ def _not_named(member: Member, digest: str) -> PermissionDeniedError:
 def _refused(
     member: Member, error: BaseException, activity: str = "reading the job"
 ) -> worker_pb2.ExecuteResult:
-    told = types_pb2.UserError(
+    user_error = types_pb2.UserError(
         type=type(error).__name__,
         message=str(error),
         worker_id=member.worker_id,
         activity=activity,
     )
-    return worker_pb2.ExecuteResult(error=told)
+    return worker_pb2.ExecuteResult(error=user_error)
 
 
 async def fail_party(
@@ -402,9 +402,9 @@ class _Admission:
         for rule in plan.words:
             words = getattr(message, rule.name)
             if words:
-                kept = [rule.applied(word) for word in words[:MAX_NAMES]]
+                replacements = [rule.applied(word) for word in words[:MAX_NAMES]]
                 del words[:]
-                words.extend(kept)
+                words.extend(replacements)
         for name in plan.maps:
             self._keep_names(getattr(message, name))
         for name in plan.parts:
@@ -504,9 +504,9 @@ def kept_states(runs: LiveRuns, run_id: RunId) -> list[Digest]:
     run = runs.state.runs.get(run_id)
     if run is None:
         return []
-    kept = blobs_of(run)
-    commits = [commit.digest for commit in reversed(run.commits) if commit.digest in kept]
-    return [*commits, *sorted(kept - {*commits})]
+    digests = blobs_of(run)
+    commits = [commit.digest for commit in reversed(run.commits) if commit.digest in digests]
+    return [*commits, *sorted(digests - {*commits})]
 
 
 def may_write_leaves(runs: LiveRuns, leaves: LeafBlobs, member: Member) -> bool:

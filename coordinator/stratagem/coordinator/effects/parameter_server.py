@@ -280,25 +280,25 @@ async def _summed_bucket(
     """Yield the sum of one bucket, window by window, added in tree order."""
     nodes = [[p.node for p in inflow.parts if p.bucket == bucket] for inflow in inflows]
     held = [
-        [await inflow.read(size_bytes) for _ in own[:-1]]
-        for inflow, own in zip(inflows, nodes, strict=True)
+        [await inflow.read(size_bytes) for _ in row[:-1]]
+        for inflow, row in zip(inflows, nodes, strict=True)
     ]
     for start in range(0, size_bytes, CHUNK_BYTES):
         stop = min(start + CHUNK_BYTES, size_bytes)
         windows = await asyncio.gather(
-            *(inflow.read(stop - start) for inflow, own in zip(inflows, nodes, strict=True) if own)
+            *(inflow.read(stop - start) for inflow, row in zip(inflows, nodes, strict=True) if row)
         )
         latest = iter(windows)
         partials = [
             {
                 **{
-                    n: np.frombuffer(d[start:stop], dtype) for n, d in zip(own, whole, strict=False)
+                    n: np.frombuffer(d[start:stop], dtype) for n, d in zip(row, whole, strict=False)
                 },
-                **({own[-1]: np.frombuffer(next(latest), dtype)} if own else {}),
+                **({row[-1]: np.frombuffer(next(latest), dtype)} if row else {}),
             }
-            for own, whole in zip(nodes, held, strict=True)
+            for row, whole in zip(nodes, held, strict=True)
         ]
-        num_live = max(node.stop for own in nodes for node in own)
+        num_live = max(node.stop for row in nodes for node in row)
         yield fold_chunks(partials, num_live).tobytes()
 
 

@@ -107,8 +107,8 @@ async def spooled(
     key = runs.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
 
     def found_or_made() -> SpoolEntry:
-        found, _ = spool.look(key)
-        return make(key) if found is None else found
+        entry, _ = spool.look(key)
+        return make(key) if entry is None else entry
 
     try:
         return await asyncio.to_thread(found_or_made)
@@ -182,9 +182,9 @@ def _summed(
         wanted, by_name = sums_manifest(model), {spec.name: spec for spec in model.tensors}
 
         def before(spec: TensorSpec, offset: int, num_bytes: int) -> Raw:
-            own = by_name[spec.name]
-            item_bytes, num = dtype_named(own.dtype).item_bytes, num_bytes // 8
-            return base.read(own.dtype, own.offset + offset // 8 * item_bytes, num)
+            tensor = by_name[spec.name]
+            item_bytes, num = dtype_named(tensor.dtype).item_bytes, num_bytes // 8
+            return base.read(tensor.dtype, tensor.offset + offset // 8 * item_bytes, num)
 
         source = " ".join(accepted.digest for accepted in effect.accepted)
         with closing(transfers.spool.open(key, wanted, source=source, before=before)) as writer:
@@ -197,7 +197,7 @@ def _summed(
 
             weights = [float(accepted.num_samples) for accepted in effect.accepted]
             write_sum(entries, weights, model, write, cancelled.is_set)
-            return writer.commit(wanted, sum(each.num_samples for each in effect.accepted))
+            return writer.commit(wanted, sum(accepted.num_samples for accepted in effect.accepted))
 
 
 def _entry(runs: LiveRuns, spool: Spool, effect: SumRegion, accepted: Accepted) -> SpoolEntry:
@@ -326,7 +326,7 @@ def summed(sums: Sequence[pb.MetricState]) -> tuple[str, ...]:
 async def _report(
     runs: LiveRuns,
     effect: MergeMetrics,
-    found: pb.OwnMetrics,
+    measured: pb.OwnMetrics,
     reason: str = "",
     worker_id: str | None = None,
     unmerged: Mapping[str, str] | None = None,
@@ -337,18 +337,18 @@ async def _report(
         segment=effect.segment,
         clients=tuple(client for client, _ in effect.states),
         worker_id=named,
-        metrics=_of(effect.metrics, found),
+        metrics=_of(effect.metrics, measured),
         reason=reason[:_MAX_REASON_CHARS],
         unmerged=unmerged or {},
     )
     await runs.report(effect.run_id, fact)
 
 
-def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
+def _of(metrics: Sequence[str], measured: pb.OwnMetrics) -> dict[str, float]:
     """Return the values of the requested metrics only: a worker may send others, too."""
     return {
         name: value
-        for name, value in sorted(found.metrics.items())
+        for name, value in sorted(measured.metrics.items())
         if any(f"{name}.".startswith(f"{metric}.") for metric in metrics)
     }
 
@@ -366,40 +366,40 @@ def _sums(blobs: BlobStore, effect: MergeMetrics) -> tuple[list[pb.MetricState],
                 sums[metric].add(client, of_metric.get(metric, {}))
             except UnlikeStatesError as error:
                 unlike[metric] = str(error)[:_MAX_REASON_CHARS]
-    found = [
+    states = [
         _encoded(metric, name, values)
         for metric in metrics
         if metric not in unlike
         for (_, name), values in sorted(sums[metric].totals.items())
     ]
-    return found, {metric: unlike[metric] for metric in sorted(unlike)}
+    return states, {metric: unlike[metric] for metric in sorted(unlike)}
 
 
 def _by_metric(blobs: BlobStore, digest: Digest) -> dict[str, dict[tuple[str, str], np.ndarray]]:
     """Return a client's metric states, grouped by metric; its blob is read once for all."""
     with blobs.open(digest) as file:
         said = _decoded(pb.OwnMetrics.FromString(file.read()).sums)
-    found: dict[str, dict[tuple[str, str], np.ndarray]] = {}
+    by_metric: dict[str, dict[tuple[str, str], np.ndarray]] = {}
     for key, values in said.items():
-        found.setdefault(key[0], {})[key] = values
-    return found
+        by_metric.setdefault(key[0], {})[key] = values
+    return by_metric
 
 
 def _decoded(sums: Sequence[pb.MetricState]) -> States:
-    found: dict[tuple[str, str], np.ndarray] = {}
+    states: dict[tuple[str, str], np.ndarray] = {}
     for state in sums:
         values = np.array(state.numbers) if state.numbers else np.array(state.counts, np.int64)
         if len(state.shape) > MAX_DIMENSIONS:
             raise InvalidInputError(f"state {state.name} has {len(state.shape)} dimensions")
         is_both, key = bool(state.numbers and state.counts), (state.metric, state.name)
         num = int(np.prod(state.shape, dtype=object)) if state.shape else 1
-        if is_both or not values.size or values.size != num or key in found:
+        if is_both or not values.size or values.size != num or key in states:
             text = f"state {state.name} of {state.metric} has {values.size} numbers for its shape"
             raise InvalidInputError(f"{text} {tuple(state.shape)}")
-        found[key] = values.reshape(tuple(state.shape))
-    if sum(values.size for values in found.values()) > MAX_NUMBERS:
+        states[key] = values.reshape(tuple(state.shape))
+    if sum(values.size for values in states.values()) > MAX_NUMBERS:
         raise InvalidInputError(f"the states of metrics are more than {MAX_NUMBERS} numbers")
-    return found
+    return states
 
 
 def _encoded(metric: str, name: str, values: np.ndarray) -> pb.MetricState:

@@ -97,7 +97,7 @@ class Answers:
             for client, reason in self.away.items()
         ]
         everybody = [*self.refused.values(), *absent]
-        return tuple(sorted(everybody, key=lambda each: each.client))
+        return tuple(sorted(everybody, key=lambda left_out: left_out.client))
 
 
 async def ask(
@@ -162,7 +162,7 @@ def _left_out(client: int, reason: str, cause: Cause) -> LeftOut:
 
 
 def by_client(shares: Sequence[pb.SealedShare]) -> Mapping[int, bytes]:
-    return {each.client: each.sealed for each in shares}
+    return {share.client: share.sealed for share in shares}
 
 
 # ---- PostKeys and RouteShares ----
@@ -216,8 +216,8 @@ async def route_shares(env: EffectContext, effect: RouteShares) -> None:
     keys = await asyncio.to_thread(directory_of, blobs, party.directory)
 
     def request(client: int) -> pb.SecureRoundRequest:
-        own = [keys[other] for other in around[client]]
-        step = pb.ShareSecrets(members=party.members, ring_seed=seed, neighbours=own)
+        neighbour_keys = [keys[other] for other in around[client]]
+        step = pb.ShareSecrets(members=party.members, ring_seed=seed, neighbours=neighbour_keys)
         return pb.SecureRoundRequest(share_secrets=step)
 
     def check(client: int, answer: pb.SecureRoundResponse) -> None:
@@ -364,7 +364,7 @@ class _Opening:
         count = f"{num} clients {what}, and {needed} are needed"
         if self._lacking(answers.given.keys() | answers.away.keys()) is None:
             raise UnavailableError(f"{count}: {min(answers.away.items())[1]}")
-        first = min(answers.refused.values(), key=lambda each: each.client)
+        first = min(answers.refused.values(), key=lambda refusal: refusal.client)
         reason = f"round {effect.round_num} cannot be unmasked: {count}"
         reason += f" (client {first.client}: {first.reason})"
         return _after(reason, answers.refused, effect, self.party)
@@ -382,19 +382,19 @@ class _Opening:
         for holder, answer in opened.given.items():
             for share in answer.opened.shares:
                 held[share.client][holder + 1] = share.share
-        found = []
+        masks = []
         for client, shares in held.items():
             secret = reconstruct(shares, self.needed(client), KEY_BYTES)
             if client in alive:
-                found.append((self_mask_key(of_round, client, secret), False))
+                masks.append((self_mask_key(of_round, client, secret), False))
                 continue
             if public_of(secret) != keys[client].mask_key:
                 raise ValueError(f"the shares of client {client} are not those of its key")
             for other in self.around[client]:
                 if other in alive:
                     key = dropped_pair_key(of_round, client, secret, other, keys[other].mask_key)
-                    found.append((key, client < other))
-        return tuple(found)
+                    masks.append((key, client < other))
+        return tuple(masks)
 
     def _lacking(self, present: AbstractSet[int]) -> tuple[int, int] | None:
         """Return, for the first client whose secret cannot be reconstructed, the number of share
@@ -410,7 +410,7 @@ def _after(
     reason: str, refused: Mapping[int, LeftOut], effect: AggregateRound, party: SecureParty
 ) -> RoundRestarted | RunFailed:
     attempt = party.attempt + 1
-    if attempt < MAX_ATTEMPTS and any(cures(each.cause) for each in refused.values()):
+    if attempt < MAX_ATTEMPTS and any(cures(refusal.cause) for refusal in refused.values()):
         return RoundRestarted(
             party=effect.party, round_num=effect.round_num, attempt=attempt, reason=reason
         )

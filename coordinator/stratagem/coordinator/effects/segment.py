@@ -67,7 +67,7 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
         servers = []
         if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
             sets = effect.parts if effect.ranks else (effect.members,)
-            servers = [group.create_task(serve_steps(env, effect, each)) for each in sets]
+            servers = [group.create_task(serve_steps(env, effect, members)) for members in sets]
         request_of = _requests(env.workers, effect)
         attending = [
             group.create_task(
@@ -94,10 +94,10 @@ async def _train(
     effect: RunSegment,
     rank: int,
     request: worker_pb2.ExecuteRequest,
-    shown: "ShownProgress",
+    display: "ShownProgress",
 ) -> worker_pb2.TrainResult | None:
     listener = PlanListener(
-        lambda progress: shown.show(rank, progress),
+        lambda progress: display.show(rank, progress),
         lambda part: take_in(env.runs, effect, rank, part),
     )
 
@@ -194,12 +194,12 @@ class ShownProgress:
         """Return the idle share of a pipeline's ranks in the latest steps; None until all
         report."""
         ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
-        known = [self.latest[rank] for rank in ranks if rank in self.latest]
-        longest_s = max((each.span_s for each in known), default=0.0)
-        if not longest_s or len(known) < len(ranks):
+        reports = [self.latest[rank] for rank in ranks if rank in self.latest]
+        longest_s = max((report.span_s for report in reports), default=0.0)
+        if not longest_s or len(reports) < len(ranks):
             return None
-        busy_s = sum(each.busy_s for each in known)
-        return min(max(1.0 - busy_s / (len(known) * longest_s), 0.0), 1.0)
+        busy_s = sum(report.busy_s for report in reports)
+        return min(max(1.0 - busy_s / (len(reports) * longest_s), 0.0), 1.0)
 
 
 def of_training(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -257,11 +257,11 @@ async def _evaluated(
     """Return the metrics of the segment's evaluation, and the reason if the user's code ends the
     training. Return None if the metrics could not be computed, which has then been reported."""
     party, segment, splits = effect.party, effect.segment, effect.evaluate
-    own = await own_metrics(env, effect, party, segment, splits, results)
-    if own is None:
+    user_metrics = await own_metrics(env, effect, party, segment, splits, results)
+    if user_metrics is None:
         return None
     parts = (part for result in results for part in result.parts)
-    metrics = {**fold_parts(parts, env.runs.metrics_of(effect.run_id, party)), **own}
+    metrics = {**fold_parts(parts, env.runs.metrics_of(effect.run_id, party)), **user_metrics}
     at = (segment, results[0].step)
     seen = await shown_evaluation(env, effect, party, at, splits, results, metrics)
     return None if seen is None else ({**metrics, **seen.logged}, seen.stop_reason)
@@ -406,12 +406,12 @@ def _row(
             raise InvalidInputError.at(
                 series.name, f"has steps outside of {from_step + 1} to {trained.to_step}"
             )
-    kept = dict(list(rows.items())[:MAX_SERIES])
-    if len(kept) < len(rows):
-        num_dropped = len(rows) - len(kept)
+    stored_rows = dict(list(rows.items())[:MAX_SERIES])
+    if len(stored_rows) < len(rows):
+        num_dropped = len(rows) - len(stored_rows)
         log.warning("the step history leaves out series", num_dropped=num_dropped, **trained.ids)
     at = (trained.segment, trained.stride, from_step, trained.to_step)
-    return HistoryRow(trained.run_id, party, *at, pack(kept))
+    return HistoryRow(trained.run_id, party, *at, pack(stored_rows))
 
 
 # ---- Release ----

@@ -70,7 +70,7 @@ class SnapshotIntake:
 
         Raises ConflictError if a resumed stream leaves out other ranges than before.
         """
-        same = [SameBytes(each.offset, each.base_offset, each.size) for each in first.same]
+        same = [SameBytes(piece.offset, piece.base_offset, piece.size) for piece in first.same]
         base_bytes = 0 if self._base is None else self._base.data_bytes
         check_same(same, manifest.total_bytes, base_bytes)
         if self._same is not None and (same, first.name) != (self._same, self.name):

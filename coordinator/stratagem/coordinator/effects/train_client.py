@@ -238,7 +238,7 @@ async def _collect(
             of_round = effect.run_id, effect.party, effect.round_num
             with env.transfers.together.member(of_round) as writing:
                 entry = await _pull(env, effect, result, looked)
-                kept = await kept_state(env, effect, _session(effect), result.state_digest)
+                state_digest = await kept_state(env, effect, _session(effect), result.state_digest)
         await writing.all_done()
         histories = await steps.rows(result)
     except asyncio.CancelledError:
@@ -268,7 +268,7 @@ async def _collect(
             result.num_applied_steps if result.HasField("num_applied_steps") else None
         ),
         spent=spent_of(result),
-        client_state=kept,
+        client_state=state_digest,
         attempt=effect.attempt,
     )
     await report_update(env.runs, effect, received, histories)
@@ -400,10 +400,10 @@ def offered_update(
     if file is None:
         return None
     try:
-        told = tensor_pb2.Manifest.FromString(result.manifest)
+        message = tensor_pb2.Manifest.FromString(result.manifest)
     except DecodeError as error:
         raise InvalidInputError.at("manifest", f"is none: {error}") from error
-    manifest = from_proto(told, limits, Purpose.UPDATE, codecs)
+    manifest = from_proto(message, limits, Purpose.UPDATE, codecs)
     try:
         pieces = readable_copy(file, manifest.total_bytes)
     except UnreadableFileError:

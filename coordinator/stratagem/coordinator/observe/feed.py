@@ -163,8 +163,8 @@ class Feed:
         if run is None or run.stall == reason:
             return
         before, run.stall = run.stall, reason
-        shown = run.progress.reason if run.progress is not None else ""
-        if reason or (before and shown == before):
+        current_reason = run.progress.reason if run.progress is not None else ""
+        if reason or (before and current_reason == before):
             self.set_progress(run_id, run.with_reason(reason))
 
     def trouble(self, run_id: RunId) -> str:
@@ -215,7 +215,7 @@ class Feed:
         ended; num_events: the number of events so far."""
         run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
         index = span.from_index
-        shown: SegmentProgress | None = None
+        last_progress: SegmentProgress | None = None
         while True:
             while index < run.num_events:
                 first = run.num_events - len(run.events)
@@ -231,12 +231,12 @@ class Feed:
                     index = event.index + 1
                     if span.wants(event.kind):
                         yield event
-            if run.progress is not None and run.progress is not shown:
-                shown = run.progress
-                yield shown
+            if run.progress is not None and run.progress is not last_progress:
+                last_progress = run.progress
+                yield last_progress
             if run.is_closed and index >= run.num_events:
                 return
-            if index >= run.num_events and (run.progress is None or run.progress is shown):
+            if index >= run.num_events and (run.progress is None or run.progress is last_progress):
                 run.changed = run.changed or asyncio.Event()
                 await run.changed.wait()
 
@@ -406,14 +406,14 @@ def say_what_is_missing(
     refused: the sentence about refused workers."""
     looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
     for run_id in looked_at:
-        run, shown = state.runs[run_id], feed.progress(run_id)
+        run, latest = state.runs[run_id], feed.progress(run_id)
         reason = "" if run.ended is not None else why_waiting(run, world)
         if reason and draws_in_secret(run.job):
             reason = shown_status_of(run, world).reason
         reason = with_refused(reason, refused)
-        if reason and (shown is None or shown.reason != reason):
+        if reason and (latest is None or latest.reason != reason):
             feed.set_progress(run_id, SegmentProgress(reason=reason))
-        elif not reason and shown is not None and shown.reason not in ("", feed.trouble(run_id)):
+        elif not reason and latest is not None and latest.reason not in ("", feed.trouble(run_id)):
             feed.set_progress(run_id, None)
 
 
@@ -428,13 +428,13 @@ def say_what_fails(feed: Feed, state: CoordinatorState, effect: Effect, tries: F
     )
     if run is not None and draws_in_secret(run.job):
         what = "the training of a client" if kind == "TrainClient" else kind
-        told = f"{what} keeps failing and is tried again; {WHY} ({count})"
+        text = f"{what} keeps failing and is tried again; {WHY} ({count})"
     else:
         worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
         where = f" on {worker_id}" if worker_id else ""
         log = f"the log of {worker_id or 'the coordinator'} says more"
-        told = f"{kind}{where} keeps failing and is tried again: {tries.reason} ({count}; {log})"
-    feed.set_trouble(effect.run_id, told, is_news=tries.is_news)
+        text = f"{kind}{where} keeps failing and is tried again: {tries.reason} ({count}; {log})"
+    feed.set_trouble(effect.run_id, text, is_news=tries.is_news)
 
 
 def _moment(wall_s: float) -> str:

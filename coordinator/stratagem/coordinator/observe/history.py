@@ -93,7 +93,7 @@ class SegmentTail:
         self.stride *= 2
         try:
             rows = merged(self.sent.parts, self.stride)
-            self.sent.parts = [PackedRows(party, pack(each)) for party, each in rows.items()]
+            self.sent.parts = [PackedRows(party, pack(columns)) for party, columns in rows.items()]
         except InvalidInputError as error:
             log.warning("a step history cannot be read", reason=str(error))
             self.sent.parts = []
@@ -119,12 +119,12 @@ class SentRows(NamedTuple):
 def rows_in_flight(sent: Sequence[SentRows]) -> dict[Series, Columns]:
     """Return the rows keyed by series, each from the first sender that has the series. Raises
     InvalidInputError if rows cannot be read."""
-    found: dict[Series, Columns] = {}
-    for each in sent:
-        for rows in merged(each.parts, each.stride).values():
+    by_series: dict[Series, Columns] = {}
+    for sender in sent:
+        for rows in merged(sender.parts, sender.stride).values():
             for series, columns in rows.items():
-                found.setdefault(series, columns)
-    return found
+                by_series.setdefault(series, columns)
+    return by_series
 
 
 class LiveHistory:
@@ -172,12 +172,12 @@ class LiveHistory:
         oldest, because a node may have moved from one member to another."""
         of_run = [(key, tail) for key, tail in self._tails.items() if key.run_id == run_id]
         of_run.sort(key=lambda item: (-item[1].segment, -item[1].membership, item[0].rank))
-        found = [
-            SentRows(tail.segment, tail.stride, own)
+        candidates = [
+            SentRows(tail.segment, tail.stride, parts)
             for key, tail in of_run
-            if (own := [part for part in tail.sent.parts if _whose(key, part.party) == party])
+            if (parts := [part for part in tail.sent.parts if _whose(key, part.party) == party])
         ]
-        return [each for each in found if each.segment == found[0].segment]
+        return [candidate for candidate in candidates if candidate.segment == candidates[0].segment]
 
     def end(self, run_id: RunId, party: Party) -> None:
         """Drop the tails of a party whose segment has ended."""

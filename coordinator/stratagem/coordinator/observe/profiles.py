@@ -237,14 +237,14 @@ class Profiles:
 
         Raises NotFoundError if nothing was recorded.
         """
-        kept = _kept(self._root / run_id)
-        heads = [Recording.head_in(path) for path in kept]
-        if not kept:
+        paths = _kept(self._root / run_id)
+        heads = [Recording.head_in(path) for path in paths]
+        if not paths:
             raise NotFoundError(
                 f"run {run_id!r} has recorded nothing; execution.profiling: true does, and the "
                 "first recording comes when some steps are done"
             )
-        return _pieces(_text(heads, (Recording.read(path) for path in kept)))
+        return _pieces(_text(heads, (Recording.read(path) for path in paths)))
 
 
 def _kept(folder: Path) -> list[Path]:

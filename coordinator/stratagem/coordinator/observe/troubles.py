@@ -61,17 +61,17 @@ class Refusals:
         if isinstance(error, PermissionDeniedError) and caller.cert_id is not None:
             name, address = caller.cert_id.name, ""  # the one that it gives is not its own
         name = _clipped(name, MAX_NAME_CHARS) or "without a name"
-        known = self._refused.pop(name, None)
+        previous = self._refused.pop(name, None)
         now = self._refused[name] = RefusedRegistration(
             worker_id=name,
             address=_clipped(address, MAX_NAME_CHARS),
             reason=_clipped(str(error), MAX_REASON_CHARS),
             owner=caller.owner,
             asked_s=self._clock(),
-            num_times=1 if known is None else known.num_times + 1,
+            num_times=1 if previous is None else previous.num_times + 1,
         )
         self._keep_room()
-        if known is None or (known.address, known.reason) != (now.address, now.reason):
+        if previous is None or (previous.address, previous.reason) != (now.address, now.reason):
             self.on_change()
 
     def forget(self, worker_id: str) -> None:
@@ -82,7 +82,7 @@ class Refusals:
     def forget_old(self) -> None:
         """Drop the refusals of workers that have not asked for long."""
         since_s = self._clock() - FORGET_S
-        old = [name for name, each in self._refused.items() if each.asked_s <= since_s]
+        old = [name for name, refusal in self._refused.items() if refusal.asked_s <= since_s]
         for name in old:
             del self._refused[name]
         if old:
@@ -93,26 +93,26 @@ class Refusals:
         now_s = self._clock()
         return [
             pb.RefusedWorker(
-                worker_id=each.worker_id,
-                address=each.address,
-                reason=each.reason,
-                silent_s=max(0.0, now_s - each.asked_s),
-                num_times=each.num_times,
+                worker_id=refusal.worker_id,
+                address=refusal.address,
+                reason=refusal.reason,
+                silent_s=max(0.0, now_s - refusal.asked_s),
+                num_times=refusal.num_times,
             )
-            for each in self._sorted()
+            for refusal in self._sorted()
         ]
 
     def sentence(self) -> str:
         """Return the sentence about refused workers for the reason of a waiting run; "" if there
         are none."""
-        told = self._sorted()
+        refusals = self._sorted()
         parts = [
-            f"{each.worker_id}{each.address and f' at {each.address}'} asked and was refused: "
-            f"{each.reason}"
-            for each in told[:MAX_TOLD]
+            f"{entry.worker_id}{entry.address and f' at {entry.address}'} asked and was refused: "
+            f"{entry.reason}"
+            for entry in refusals[:MAX_TOLD]
         ]
-        if len(told) > MAX_TOLD:
-            parts.append(f"{len(told) - MAX_TOLD} more were refused, see `stratagem workers`")
+        if len(refusals) > MAX_TOLD:
+            parts.append(f"{len(refusals) - MAX_TOLD} more were refused, see `stratagem workers`")
         return "; ".join(parts)
 
     def _sorted(self) -> Sequence[RefusedRegistration]:
@@ -122,8 +122,8 @@ class Refusals:
         """If there are too many refusals, drop the oldest one of the caller that has the most."""
         if len(self._refused) <= MAX_REFUSED:
             return
-        [(owner, _)] = Counter(each.owner for each in self._refused.values()).most_common(1)
-        del self._refused[next(n for n, each in self._refused.items() if each.owner == owner)]
+        [(owner, _)] = Counter(refusal.owner for refusal in self._refused.values()).most_common(1)
+        del self._refused[next(n for n, refusal in self._refused.items() if refusal.owner == owner)]
 
 
 def _clipped(text: str, max_chars: int) -> str:
@@ -161,8 +161,8 @@ class StalledPlans:
         plans.pop(plan, None)
         is_stalled = 0 < stall.seconds < float("inf")
         if is_stalled:
-            told = (stall.activity, stall.place, stall.awaits)
-            plans[plan] = StalledPlan(worker_id, stall.seconds, *told)
+            details = (stall.activity, stall.place, stall.awaits)
+            plans[plan] = StalledPlan(worker_id, stall.seconds, *details)
         if not plans:
             del self._of_run[run_id]
         return is_stalled
@@ -179,16 +179,16 @@ class StalledPlans:
 
 def sentence_of(plans: Collection[StalledPlan]) -> str:
     """Return a sentence about the stalled plans of a run; there must be at least one."""
-    own = [plan for plan in plans if not plan.awaits] or plans
-    first, num_more = max(own, key=lambda plan: plan.seconds), len(own) - 1
-    told = f"{first.worker_id} has been at {first.activity} for over {_span(first.seconds)}"
+    causes = [plan for plan in plans if not plan.awaits] or plans
+    first, num_more = max(causes, key=lambda plan: plan.seconds), len(causes) - 1
+    text = f"{first.worker_id} has been at {first.activity} for over {_span(first.seconds)}"
     place = f"{first.place}; " if first.place else ""
-    told += f" ({place}its log has the stack)"
+    text += f" ({place}its log has the stack)"
     if first.awaits:
-        told = f"{first.worker_id} has waited for over {_span(first.seconds)} for {first.awaits}"
+        text = f"{first.worker_id} has waited for over {_span(first.seconds)} for {first.awaits}"
     if num_more:
-        told += f", and so {'has 1 more worker' if num_more == 1 else f'have {num_more} more'}"
-    return told
+        text += f", and so {'has 1 more worker' if num_more == 1 else f'have {num_more} more'}"
+    return text
 
 
 def _span(seconds: float) -> str:

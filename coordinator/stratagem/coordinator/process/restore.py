@@ -75,22 +75,22 @@ def restore(settings: RestoreSettings) -> tuple[int, int]:
             )
     finally:
         journal.close()
-    with temporary_folder("restore", data_dir) as own:
-        copied = own.path / "journal.sqlite"  # a later version may have to migrate it
+    with temporary_folder("restore", data_dir) as scratch:
+        copied = scratch.path / "journal.sqlite"  # a later version may have to migrate it
         copied.write_bytes((folder / "journal.sqlite").read_bytes())
-        known = Known.of(copied)
-        if known.identity:
-            storage.claim(known.identity)
+        backup = Known.of(copied)
+        if backup.identity:
+            storage.claim(backup.identity)
         if storage.objects is not None:
             # A sound local copy from before would hide that the object is damaged.
-            storage = replace(storage, data_dir=own.path, cache_bytes=1)
-        blobs = storage.blobs(known.term + TERMS_AHEAD)
+            storage = replace(storage, data_dir=scratch.path, cache_bytes=1)
+        blobs = storage.blobs(backup.term + TERMS_AHEAD)
         for digest in digests:
             path = folder / "blobs" / digest[:2] / f"{digest}.safetensors"
             if _is_stored(blobs, digest) or _put(blobs, digest, path):
                 continue
             if not isinstance(blobs, LeafBlobs):
-                blobs = storage.leaves(known.term + TERMS_AHEAD)
+                blobs = storage.leaves(backup.term + TERMS_AHEAD)
                 if _is_stored(blobs, digest):
                     continue
             _put_leaves(blobs, digest, path)

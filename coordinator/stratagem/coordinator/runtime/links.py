@@ -326,13 +326,13 @@ class SharedFrames:
         self._source = source
         self._check = check
         self._total_bytes = total_bytes
-        self._kept: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # (frame, bytes of data)
+        self._frames: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # (frame, bytes of data)
 
     def __call__(self, offset: int) -> Iterator[bytes]:
         """Yield the frames from a byte offset on."""
         pieces: Iterator[bytes] | None = None  # stands at the offset, or is not open
         while offset < self._total_bytes:
-            made = self._kept.get(offset)
+            made = self._frames.get(offset)
             if made is None:
                 if pieces is None:
                     pieces = self._source(offset)
@@ -345,7 +345,7 @@ class SharedFrames:
     def _keep(self, offset: int, piece: bytes) -> tuple[bytes, int]:
         made = frame(offset, piece)
         self._check(offset, made)
-        self._kept[offset] = made, len(piece)
-        if len(self._kept) > NUM_KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[offset]
+        self._frames[offset] = made, len(piece)
+        if len(self._frames) > NUM_KEPT:
+            self._frames.popitem(last=False)
+        return self._frames[offset]

@@ -322,8 +322,8 @@ class Loop:
         for item in batch.committed:
             fact = item.entry.fact
             say = log.debug if item.shown_index < 0 else log.info
-            told = sentence(without_draws(self.state.find(item.entry.run_id), fact))
-            say(told, kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
+            text = sentence(without_draws(self.state.find(item.entry.run_id), fact))
+            say(text, kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
         if batch.committed:
             on_change(batch.committed)
         for ask, answer in batch.answers:

@@ -98,20 +98,20 @@ class RunSupervisor:
         concerned = self._of_run if of is None else set(of)
         running = [started for run_id in concerned for started in self._of_run.get(run_id, ())]
         ended = [effect for effect in running if effect not in effects]
-        known = {request.key for request in self._waiting}
+        queued = {request.key for request in self._waiting}
         self._waiting = [
             request
             for request in self._waiting
             if request.key in effects or (of is not None and request.key.run_id not in concerned)
         ]
-        unqueued = known - {request.key for request in self._waiting}
-        left = {old: self._failed.pop(old) for old in (*ended, *unqueued) if old in self._failed}
+        unqueued = queued - {request.key for request in self._waiting}
+        tries = {old: self._failed.pop(old) for old in (*ended, *unqueued) if old in self._failed}
         for effect in ended:
             self._stop(effect)
-        new = [e for e in effects if e not in self._tasks and e not in known]
+        new = [e for e in effects if e not in self._tasks and e not in queued]
         for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
             # Other members do not mend a failure that has another reason.
-            failed = next((left[old] for old in left if _is_same_request(effect, old)), None)
+            failed = next((tries[old] for old in tries if _is_same_request(effect, old)), None)
             if failed is not None and not failed.are_too_many:
                 self._failed[effect] = failed
             self._enqueue(effect, succeeds=any(_is_same_work(effect, old) for old in ended))
@@ -129,8 +129,8 @@ class RunSupervisor:
         for effect in list(self._tasks):
             self._stop(effect)
         if self._ending:
-            _, left = await asyncio.wait(self._ending, timeout=GRACE_S)
-            for task in left:
+            _, unfinished = await asyncio.wait(self._ending, timeout=GRACE_S)
+            for task in unfinished:
                 log.error("effect does not end", effect=task.get_name(), waited_s=GRACE_S)
 
     def _enqueue(self, effect: Effect, *, succeeds: bool) -> None:
@@ -148,8 +148,8 @@ class RunSupervisor:
         if not self._waiting:
             return
         busy = self._tasks.keys() - self._yielded
-        taken = [slot for effect in busy for slot in slots(effect)]
-        granted = grant(self._waiting, taken)
+        busy_slots = [slot for effect in busy for slot in slots(effect)]
+        granted = grant(self._waiting, busy_slots)
         self._waiting = [request for request in self._waiting if request not in granted]
         for request in granted:
             self._start(request.key)
@@ -239,15 +239,15 @@ def _ours(error: BaseException) -> BaseException:
     A broken proxy on the way answers with codes that say nothing about the worker, and a channel
     that was closed is opened again; both become UnavailableError.
     """
-    told, call = error, error.__cause__
+    translated, call = error, error.__cause__
     if isinstance(error, grpc.RpcError):
-        told, call = from_rpc_error(error), error
+        translated, call = from_rpc_error(error), error
     is_of_a_proxy = isinstance(call, grpc.RpcError) and call.code() in _OF_PROXIES
-    if (type(told) is StratagemError and is_of_a_proxy) or (
+    if (type(translated) is StratagemError and is_of_a_proxy) or (
         isinstance(error, grpc.aio.UsageError) and "closed" in str(error).lower()
     ):
-        return UnavailableError(str(told))
-    return told
+        return UnavailableError(str(translated))
+    return translated
 
 
 def _is_same_request(new: Effect, old: Effect) -> bool:

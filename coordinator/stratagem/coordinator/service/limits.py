@@ -77,32 +77,32 @@ class Places:
         """setting: the name of the overall limit, and the prefix of the name of the limit per
         caller."""
         self._setting, self._limit, self._limit_each = setting, limit, limit_each
-        self._taken = Counter[str]()
+        self._open_calls = Counter[str]()
 
     @contextmanager
     def place(self, caller: Caller = NOBODY) -> Iterator[None]:
         """Context manager that takes a place. Raises LimitError if all places, or the caller's
         share, are taken."""
-        of_all = self._taken.total()
+        of_all = self._open_calls.total()
         if of_all >= self._limit:
             raise LimitError(
                 f"{self._setting}: {of_all} are open, the limit is {self._limit}",
                 retry_after_s=RETRY_AFTER_S,
             )
-        own = self._taken[caller.owner]
-        if caller.is_known and self._limit_each is not None and own >= self._limit_each:
+        num = self._open_calls[caller.owner]
+        if caller.is_known and self._limit_each is not None and num >= self._limit_each:
             raise LimitError(
-                f"{self._setting}_each: {caller.name} has {own} open, the limit for one caller is "
+                f"{self._setting}_each: {caller.name} has {num} open, the limit for one caller is "
                 f"{self._limit_each}",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._taken[caller.owner] += 1
+        self._open_calls[caller.owner] += 1
         try:
             yield
         finally:
-            self._taken[caller.owner] -= 1
-            if not self._taken[caller.owner]:
-                del self._taken[caller.owner]
+            self._open_calls[caller.owner] -= 1
+            if not self._open_calls[caller.owner]:
+                del self._open_calls[caller.owner]
 
 
 class Keys:
@@ -157,22 +157,22 @@ MAX_STATUS: Final = 1 << 16
 
 def previous_exit(request: coordinator_pb2.RegisterWorkerRequest) -> Ending | None:
     """Return how the worker's previous process ended; None if the request does not say."""
-    told = request.previous_exit
-    if not told.incarnation:
+    report = request.previous_exit
+    if not report.incarnation:
         return None
     try:
-        party = check_party(told.session.party) if told.session.party else Party("")
+        party = check_party(report.session.party) if report.session.party else Party("")
     except InvalidInputError:
-        return Ending(Incarnation(told.incarnation))
-    status = told.status if told.HasField("status") else None
+        return Ending(Incarnation(report.incarnation))
+    status = report.status if report.HasField("status") else None
     return Ending(
-        incarnation=Incarnation(told.incarnation),
+        incarnation=Incarnation(report.incarnation),
         status=None if status is None or abs(status) > MAX_STATUS else status,
-        is_stopped=told.stopped,
-        run_id=RunId(told.session.run_id) if told.knows_work else None,
+        is_stopped=report.stopped,
+        run_id=RunId(report.session.run_id) if report.knows_work else None,
         party=party,
-        step=told.step if told.HasField("step") else None,
-        lines=tuple(_line(text) for text in told.last_lines[-MAX_LINES:]),
+        step=report.step if report.HasField("step") else None,
+        lines=tuple(_line(text) for text in report.last_lines[-MAX_LINES:]),
     )
 
 

@@ -107,8 +107,8 @@ class Runs:
 
     def progress_of(self, run: RunRecord) -> pb.RunProgress | None:
         """Return the latest progress of a run."""
-        shown = self.app.feed.progress(run.run_id)
-        return None if shown is None else progress(self.app.paces, self.app.loop.world, run, shown)
+        last = self.app.feed.progress(run.run_id)
+        return None if last is None else progress(self.app.paces, self.app.loop.world, run, last)
 
     async def page(self, page_token: str) -> pb.ListRunsResponse:
         """Return the runs after the page token, newest first, as many as fit into one message.
@@ -141,9 +141,9 @@ class Runs:
         read: dict[RunId, RunView] = {}
         asked: set[RunId] = set()
         # An active run may come to rest while others are read.
-        while left := [r for r in run_ids if r in self.app.loop.state.ended and r not in asked]:
-            read.update(await self.app.loop.recorded.views(left))
-            asked.update(left)
+        while missing := [r for r in run_ids if r in self.app.loop.state.ended and r not in asked]:
+            read.update(await self.app.loop.recorded.views(missing))
+            asked.update(missing)
         runs = self.app.loop.state.runs  # a run may have been resumed meanwhile
         views = (
             self._live(runs[run_id]) if run_id in runs else read.get(run_id) for run_id in run_ids
@@ -153,14 +153,14 @@ class Runs:
     def _live(self, run: RunRecord) -> RunView:
         feed = self.app.feed
         view = view_of(self.app.loop.world, run, feed.last_wall_s(run.run_id))
-        shown = feed.progress(run.run_id)
+        last = feed.progress(run.run_id)
         trouble = feed.trouble(run.run_id)  # as of a commit, while the run trains on
         is_waiting = run.ended is None and why_waiting(run, self.app.loop.world) != ""
         refused = self.app.refusals.sentence() if is_waiting else ""
         said = with_refused(view.reason, refused)
-        reason = trouble or said or (shown.reason if shown else "")
+        reason = trouble or said or (last.reason if last else "")
         # The steps of the open segment count, too, as those who watch see them.
-        step = max(view.step, shown.step if shown else 0)
+        step = max(view.step, last.step if last else 0)
         return view.model_copy(update={"reason": reason, "step": step})
 
 
@@ -189,15 +189,15 @@ def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
     if page_token:
         check_worker_id(page_token)
     state, limit = app.loop.state, min(page_size, MAX_PAGE_SIZE)
-    found = _behind(list(state.workers.values()), page_token, limit)
+    workers = _behind(list(state.workers.values()), page_token, limit)
     refused = () if page_token else app.refusals.messages()
     response, num_bytes = pb.ListWorkersResponse(refused=refused), 0
-    for info in worker_infos(state, found, app.silent_s):
+    for info in worker_infos(state, workers, app.silent_s):
         num_bytes += info.ByteSize()
         if limit and response.workers and num_bytes > MAX_PAGE_BYTES:
             break
         response.workers.append(info)
-    are_more = len(response.workers) < len(found) or (limit and len(found) == limit)
+    are_more = len(response.workers) < len(workers) or (limit and len(workers) == limit)
     if are_more and response.workers:
         response.next_page_token = response.workers[-1].worker_id
     return response
@@ -251,8 +251,8 @@ class HistoryQueries:
         _check(request)
         run_id = RunId(request.run_id)
         stored = await self.app.loop.recorded.history_parties(run_id)
-        known = sorted({*stored, *self.app.history.parties(run_id)})
-        for party in known:
+        parties = sorted({*stored, *self.app.history.parties(run_id)})
+        for party in parties:
             if not _is_wanted(party, request.parties or [ROOT]):
                 continue
             limit = root_segment if _counts_as_root(party) else None
@@ -270,19 +270,19 @@ class HistoryQueries:
         run_id, span = RunId(request.run_id), _span_of(request)
         while page := await self.app.loop.recorded.history(run_id, party, span, last):
             last = page[-1].segment
-            kept = page if limit is None else await asyncio.to_thread(_up_to, limit, page)
-            if kept and is_of_newest_segment(party):
-                kept = kept[-1:]
+            current = page if limit is None else await asyncio.to_thread(_up_to, limit, page)
+            if current and is_of_newest_segment(party):
+                current = current[-1:]
                 gathered.ended.clear()
-            for row, rows in zip(kept, await asyncio.to_thread(_unpacked, kept), strict=True):
+            for row, rows in zip(current, await asyncio.to_thread(_unpacked, current), strict=True):
                 for series, columns in rows.items():
                     if _is_wanted(series.name, request.series or ["*"]):
                         # Rows read before may have been merged with later ones since.
                         its = gathered.ended.setdefault(series, [])
                         its.append(behind(columns, step) if row.from_step < step else columns)
                 step = max(step, row.to_step)
-            gathered.stride = max([gathered.stride, *(row.stride for row in kept)])
-            gathered.last_segment = max([gathered.last_segment, *(row.segment for row in kept)])
+            gathered.stride = max([gathered.stride, *(row.stride for row in current)])
+            gathered.last_segment = max([gathered.last_segment, *(row.segment for row in current)])
         return gathered
 
 
@@ -300,7 +300,7 @@ def _add_tail(gathered: _Gathered, sent: Sequence[SentRows], wanted: Sequence[st
     """Add the rows of the segment in flight, unless it has ended and its rows were read already."""
     if not sent or sent[0].segment <= gathered.last_segment:
         return
-    gathered.stride = max([gathered.stride, *(each.stride for each in sent)])
+    gathered.stride = max([gathered.stride, *(sender.stride for sender in sent)])
     gathered.in_flight = {
         series: columns
         for series, columns in rows_in_flight(sent).items()
@@ -319,7 +319,7 @@ def _unpacked(rows: Sequence[HistoryRow]) -> list[dict[Series, Columns]]:
 def _check(request: pb.GetHistoryRequest) -> None:
     for name in ("parties", "series"):
         given = getattr(request, name)
-        if len(given) > MAX_NAMES or any(len(each) > MAX_NAMES for each in given):
+        if len(given) > MAX_NAMES or any(len(entry) > MAX_NAMES for entry in given):
             text = f"at most {MAX_NAMES} names, each of at most {MAX_NAMES} characters"
             raise InvalidInputError.at(name, text)
     if request.max_rows > MAX_ROWS:
@@ -331,7 +331,7 @@ def _check(request: pb.GetHistoryRequest) -> None:
 def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
     """Return True if a name equals a wanted name, or matches a wanted prefix that ends in "*"."""
     return any(
-        name.startswith(each[:-1]) if each.endswith("*") else name == each for each in wanted
+        name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in wanted
     )
 
 
@@ -469,12 +469,12 @@ def rendezvous_response(arrivals: Sequence[Arrival]) -> pb.RendezvousResponse:
     """Return the answer to the members of a party once all have arrived at the rendezvous."""
     members = [
         pb.RendezvousMember(
-            endpoint=each.endpoint,
-            applied_step=each.applied_step,
-            address=each.address,
-            slices=each.slices,
+            endpoint=arrival.endpoint,
+            applied_step=arrival.applied_step,
+            address=arrival.address,
+            slices=arrival.slices,
         )
-        for each in arrivals
+        for arrival in arrivals
     ]
     return pb.RendezvousResponse(members=members)
 

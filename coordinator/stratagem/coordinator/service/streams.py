@@ -65,8 +65,8 @@ def which(run: RunView, name: str) -> Digest:
     if name in by_name:
         return by_name[name]
     named = [("final", bool(run.commits)), ("best", any(commit.is_best for commit in run.commits))]
-    known = ", ".join([*(name for name, is_there in named if is_there), *by_name]) or "none"
-    raise NotFoundError(f"run {run.run_id!r} has no state {name[:80]!r}; kept are {known}")
+    names = ", ".join([*(name for name, is_there in named if is_there), *by_name]) or "none"
+    raise NotFoundError(f"run {run.run_id!r} has no state {name[:80]!r}; kept are {names}")
 
 
 async def download(
@@ -96,21 +96,21 @@ async def download_of_any(
         runs = runs_with(state, digest, views)
         if not runs:
             raise
-        shown = "; ".join(runs[:MAX_RUNS_NAMED])
-        shown += f"; and {len(runs) - MAX_RUNS_NAMED} more" if len(runs) > MAX_RUNS_NAMED else ""
+        names = "; ".join(runs[:MAX_RUNS_NAMED])
+        names += f"; and {len(runs) - MAX_RUNS_NAMED} more" if len(runs) > MAX_RUNS_NAMED else ""
         raise IntegrityError(
-            f"{error}. It is of run {shown}: put a sound copy in its place, or delete what needs it"
+            f"{error}. It is of run {names}: put a sound copy in its place, or delete what needs it"
         ) from error
 
 
 async def back_up(backups: Backups, by: str) -> AsyncIterator[pb.BackUpResponse]:
     """Yield the current journal, and the digests of the blobs that the journal needs."""
-    async with backups.snapshot(by) as taken:
-        size = taken.journal.stat().st_size
-        yield pb.BackUpResponse(term=taken.term, journal_bytes=size)
-        for start in range(0, len(taken.digests), DIGESTS_AT_ONCE):
-            yield pb.BackUpResponse(digests=taken.digests[start : start + DIGESTS_AT_ONCE])
-        with taken.journal.open("rb") as file:
+    async with backups.snapshot(by) as snapshot:
+        size = snapshot.journal.stat().st_size
+        yield pb.BackUpResponse(term=snapshot.term, journal_bytes=size)
+        for start in range(0, len(snapshot.digests), DIGESTS_AT_ONCE):
+            yield pb.BackUpResponse(digests=snapshot.digests[start : start + DIGESTS_AT_ONCE])
+        with snapshot.journal.open("rb") as file:
             while piece := await asyncio.to_thread(file.read, CHUNK_BYTES):
                 yield pb.BackUpResponse(journal=piece)
 

@@ -157,10 +157,10 @@ async def dial_back(app: App, member: Member, address: str) -> None:
 
     Raises AlreadyExistsError if another process of that name is alive.
     """
-    known = app.loop.state.workers.get(member.worker_id)
-    is_other = known is not None and known.is_alive and known.member != member
-    if known is not None and is_other and await _answers(app, known.member):
-        where = known.address or "the end of a tunnel"
+    record = app.loop.state.workers.get(member.worker_id)
+    is_other = record is not None and record.is_alive and record.member != member
+    if record is not None and is_other and await _answers(app, record.member):
+        where = record.address or "the end of a tunnel"
         message = f"worker {member.worker_id!r} lives at {where}; choose another name"
         raise AlreadyExistsError(message)
     link = app.links.open(member, address)
@@ -256,17 +256,17 @@ async def _worker(
         sent_s = time.time()
         quick = await link.stub.Describe(worker_pb2.DescribeRequest(), timeout=WORKER_TIMEOUT_S)
         received_s = time.time()
-        told = await link.stub.Describe(request, timeout=WORKER_TIMEOUT_S)
+        description = await link.stub.Describe(request, timeout=WORKER_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         diagnosis.problem = shown(f"{error.code().name}: {error.details()}")
         return diagnosis
     except UnavailableError as error:
         diagnosis.problem = str(error)
         return diagnosis
-    let_in(told)
+    let_in(description)
     diagnosis.round_trip_s = received_s - sent_s
     if quick.time_s:  # an older worker does not say
         diagnosis.clock_offset_s = (sent_s + received_s) / 2 - quick.time_s
-    diagnosis.environment.CopyFrom(told.environment)
-    diagnosis.probes.extend(told.probes)
+    diagnosis.environment.CopyFrom(description.environment)
+    diagnosis.probes.extend(description.probes)
     return diagnosis

@@ -429,8 +429,8 @@ class Bin:
 
 def _remove(folder: Path) -> None:
     """Remove a bin, unless its owner puts a file into it meanwhile."""
-    for left in folder.iterdir():
-        left.unlink(missing_ok=True)
+    for path in folder.iterdir():
+        path.unlink(missing_ok=True)
     try:
         folder.rmdir()
     except OSError as error:

@@ -239,8 +239,8 @@ def brief(error: BaseException) -> str:
 def certificate_fault(text: str) -> str:
     """Return the reason why the store's certificate is refused, such as UnknownIssuer; "" for other
     errors. text: the message of the library's error."""
-    found = _CERTIFICATE.search(text)
-    return found[1] if found else ""
+    match = _CERTIFICATE.search(text)
+    return match[1] if match else ""
 
 
 # ---- Keys ----

@@ -109,14 +109,14 @@ class DurableFile:
 def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryview]:
     """Yield num_bytes of a file from an offset, in pieces of one buffer; less if the file ends."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
-    left = num_bytes
-    while left:
-        got = os.preadv(descriptor, [buffer[:left]], offset)
+    remaining = num_bytes
+    while remaining:
+        got = os.preadv(descriptor, [buffer[:remaining]], offset)
         if got == 0:
             return
         yield buffer[:got]
         offset += got
-        left -= got
+        remaining -= got
 
 
 def open_regular(path: Path) -> int:

@@ -129,15 +129,13 @@ class StoredRecord:
 
 
 _STORED: Final = tuple(
-    event.c[each] for each in ("position", "term", *(each.name for each in fields(Record)))
+    event.c[key] for key in ("position", "term", *(field.name for field in fields(Record)))
 )
 """The columns of a StoredRecord, in the order of its fields."""
 _REPLACED: Final = (
     update(event)
     .where(event.c.run_id == bindparam("of_run"), event.c.seq == bindparam("number"))
-    .values(
-        {each: bindparam(f"new_{each}") for each in ("term", "kind", "schema_version", "payload")}
-    )
+    .values({key: bindparam(f"new_{key}") for key in ("term", "kind", "schema_version", "payload")})
     .values(idem_key=None)
 )
 _PLACED: Final = insert(event).returning(event.c.position, sort_by_parameter_order=True)

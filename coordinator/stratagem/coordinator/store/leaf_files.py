@@ -281,7 +281,7 @@ class LeafFiles:
         for digest, paths in by_digest.items():
             spared = paths[0]
             if len(paths) > 1 and digest in named:
-                spared = next((each for each in paths if self._is_sound(each, digest)), spared)
+                spared = next((copy for copy in paths if self._is_sound(copy, digest)), spared)
             for path in paths:
                 with self._claims.lock:
                     is_needed = digest in named or self._claims.is_used(digest)

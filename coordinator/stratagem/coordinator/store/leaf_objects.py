@@ -73,7 +73,7 @@ class LeafObjects:
     ) -> None:
         """Begin without open leaves. scratch: makes temporary files on this machine."""
         self._objects, self._scratch, self._claims, self._term = objects, scratch, claims, term
-        self._own: dict[Digest, str] = {}
+        self._object_names: dict[Digest, str] = {}
         """The names of objects written under this term and seen in the store, keyed by leaf;
         protected by the claims' lock."""
         self._opened: WeakValueDictionary[Digest, OpenLeaf] = WeakValueDictionary()
@@ -102,11 +102,11 @@ class LeafObjects:
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
         """Return the leaves among these that were written under this term; see LeafStore."""
         with self._claims.lock:
-            return [leaf for leaf in leaves if leaf in self._own]
+            return [leaf for leaf in leaves if leaf in self._object_names]
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
         """Copy leaves of earlier terms to names of this term; see LeafStore."""
-        lent = [leaf for leaf in dict.fromkeys(leaves) if leaf not in self._own]
+        lent = [leaf for leaf in dict.fromkeys(leaves) if leaf not in self._object_names]
         try:
             self._map(self._copy, lent)
         except (IntegrityError, NotFoundError) as error:
@@ -122,17 +122,17 @@ class LeafObjects:
             if stored is not None and stored.num_bytes == sizes[leaf]
         }
         with self._claims.lock:
-            self._own.update(right)
+            self._object_names.update(right)
         return sizes.keys() - right.keys()
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
         """Return the leaves among these that have no known object of this term."""
         with self._claims.lock:
-            return [leaf for leaf in leaves if leaf not in self._own]
+            return [leaf for leaf in leaves if leaf not in self._object_names]
 
     def check(self, digest: Digest, upload: str) -> bool:
-        found = self._objects.find(_name(digest, upload))
-        return found is not None and self._is_sound(digest, found)
+        stored = self._objects.find(_name(digest, upload))
+        return stored is not None and self._is_sound(digest, stored)
 
     def all_copies(self) -> list[StoredObject]:
         """Return the objects of all leaves that this coordinator may delete."""
@@ -146,17 +146,17 @@ class LeafObjects:
     ) -> None:
         idle = [stored for stored in copies if _upload_of(stored) not in under_way]
         doomed: list[str] = []
-        for digest, group in groupby(sorted(idle, key=lambda each: each.name), key=_digest_of):
+        for digest, group in groupby(sorted(idle, key=lambda stored: stored.name), key=_digest_of):
             of_leaf = list(group)
             spared = self._sound(digest, of_leaf) if digest in named else of_leaf[-1]
             with self._claims.lock:
                 if digest in named or self._claims.is_used(digest):
                     of_leaf.remove(spared)
                 names = [stored.name for stored in of_leaf]
-                if self._own.get(digest) in names:
-                    del self._own[digest]
+                if self._object_names.get(digest) in names:
+                    del self._object_names[digest]
                     if spared.name not in names and term_of(spared.name) == self._term:
-                        self._own[digest] = spared.name
+                        self._object_names[digest] = spared.name
                 doomed += names
         # Nobody relies on them any more, and no other object will ever have their names.
         for start in range(0, len(doomed), _NUM_DELETED):
@@ -165,9 +165,9 @@ class LeafObjects:
     def _sound(self, digest: Digest, copies: Sequence[StoredObject]) -> StoredObject:
         """Return the newest undamaged copy; copies with equal ETags are not read."""
         newest = copies[-1]
-        if all(each.tag and (each.tag, each.num_bytes) == _bytes_of(newest) for each in copies):
+        if all(copy.tag and (copy.tag, copy.num_bytes) == _bytes_of(newest) for copy in copies):
             return newest
-        sound = (each for each in reversed(copies) if self._is_sound(digest, each))
+        sound = (copy for copy in reversed(copies) if self._is_sound(digest, copy))
         return next(sound, newest)
 
     def _is_sound(self, digest: Digest, stored: StoredObject) -> bool:
@@ -188,7 +188,7 @@ class LeafObjects:
         return copies
 
     def _newest(self, digest: Digest) -> str:
-        return self._own.get(digest) or self._copies_of(digest)[-1].name
+        return self._object_names.get(digest) or self._copies_of(digest)[-1].name
 
     def _copy(self, digest: Digest) -> None:
         """Copy an undamaged object of a leaf to a name of this term. Raises MissingBlobError."""
@@ -199,7 +199,7 @@ class LeafObjects:
             text = "a state of an earlier term has to be copied inside the store (CopyObject)"
             raise WrongStateError(f"{text}, which refuses that: {error}") from error
         with self._claims.lock:
-            self._own[digest] = name
+            self._object_names[digest] = name
 
     def _fetched(self, digest: Digest) -> OpenLeaf:
         is_there = False

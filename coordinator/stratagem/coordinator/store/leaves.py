@@ -210,7 +210,7 @@ class LeafBlobs:
         self.writes_leaves = writes_leaves
         self.claims, self.leaves, self.store_id = place.claims, place.leaves, place.store_id
         self._lists = place.lists
-        self._known: dict[Digest, tuple[Digest, ...]] = {}
+        self._listed_leaves: dict[Digest, tuple[Digest, ...]] = {}
         """The leaves that each stored list names, keyed by the list's digest."""
 
     @property
@@ -312,21 +312,21 @@ class LeafBlobs:
                     _log.warning("no leaves are collected: a list cannot be read", digest=digest)
                     return collected
                 named.update(leaves)
-            self._known = {digest: self._known[digest] for digest in present}
+            self._listed_leaves = {digest: self._listed_leaves[digest] for digest in present}
         self.leaves.collect(copies, named, under_way)
         return collected
 
     def _leaves_of(self, digest: Digest) -> tuple[Digest, ...] | None:
         """Return the leaves of a state; None if its list cannot be read."""
-        if digest not in self._known or not self._lists.exists(digest):
+        if digest not in self._listed_leaves or not self._lists.exists(digest):
             try:
                 listed = self._list(digest)
             except IntegrityError:
                 listed = None
             if listed is None:
                 return None
-            self._known[digest] = listed.digests
-        return self._known[digest]
+            self._listed_leaves[digest] = listed.digests
+        return self._listed_leaves[digest]
 
     def _list(self, digest: Digest) -> LeafList | None:
         """Read the list of a state's leaves; None if there is none."""

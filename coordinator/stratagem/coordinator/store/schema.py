@@ -96,7 +96,7 @@ def _upgrade(connection: Connection, present: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(FOLDER))
     config.attributes["connection"] = connection
-    revisions = [each.revision for each in ScriptDirectory.from_config(config).walk_revisions()]
+    revisions = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
     if present not in revisions:
         raise ConflictError(
             f"the journal has revision {present!r}, written by a newer version; "

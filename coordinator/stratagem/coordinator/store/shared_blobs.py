@@ -267,8 +267,8 @@ class SharedBlobs:
     def digests(self) -> list[Digest]:
         """Return the digests of all blobs that are in the object store."""
         listed = self._objects.list(self._folder)
-        named = {each.name.split("/")[1] for each in listed if term_of(each.name) is not None}
-        return [Digest(each) for each in sorted(named) if _DIGEST.fullmatch(each)]
+        named = {stored.name.split("/")[1] for stored in listed if term_of(stored.name) is not None}
+        return [Digest(digest) for digest in sorted(named) if _DIGEST.fullmatch(digest)]
 
     def _all(self) -> list[tuple[Digest, list[StoredObject]]]:
         """Return the objects that this coordinator may delete, grouped by blob, newest last."""

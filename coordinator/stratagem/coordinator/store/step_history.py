@@ -127,7 +127,7 @@ def cut_to(row: HistoryRow, segment: int) -> HistoryRow | None:
 log = structlog.get_logger()
 
 
-_COLUMNS: Final = tuple(each.name for each in history.c)
+_COLUMNS: Final = tuple(column.name for column in history.c)
 _GIVEN: Final = tuple(name for name in _COLUMNS if name != "ends")
 _ITS: Final = {name: bindparam(name, type_=history.c[name].type) for name in _GIVEN}
 _OF_PARTY: Final = [history.c[name] == _ITS[name] for name in ("run_id", "party")]
@@ -182,8 +182,8 @@ def _new(dialect: Dialect) -> _Statement:
 def _replace(connection: Connection, row: HistoryRow) -> None:
     """Write the row of a segment that was repeated, or that comes before a stored row."""
     query = select(history).where(*_of(row.run_id, row.party), history.c.segment >= row.segment)
-    rows = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
-    covers = [each for each in rows if each.all_ends[0][0] <= row.segment]
+    rows = [_row(raw) for raw in connection.execute(query.order_by(history.c.segment).limit(1))]
+    covers = [stored_row for stored_row in rows if stored_row.all_ends[0][0] <= row.segment]
     for stored in covers:
         if not stored.ends and stored.rows != row.rows and _exact(stored) != _exact(row):
             ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
@@ -201,9 +201,9 @@ def cut(connection: Connection, run_id: RunId, segment: int) -> None:
 
 def _cut(connection: Connection, row: HistoryRow, segment: int) -> None:
     _delete(connection, row)
-    left = cut_to(row, segment)
-    if left is not None:
-        connection.execute(insert(history).values(_values(left)))
+    shortened = cut_to(row, segment)
+    if shortened is not None:
+        connection.execute(insert(history).values(_values(shortened)))
 
 
 def parties(connection: Connection, run_id: RunId) -> list[Party]:

@@ -196,7 +196,7 @@ def joined_slices(parts: Sequence[Manifest], limits: Limits) -> WholeState:
     specs = _model(plain, parameters)
     shapes = {spec.name: spec.shape for spec in specs}
     for whole in slices:
-        slices[whole].sort(key=lambda each: each[0])
+        slices[whole].sort(key=lambda piece: piece[0])
     ordered = sorted(slices, key=lambda whole: slices[whole][0][0])
     specs += [_joined(whole, slices[whole], shapes) for whole in ordered]
     specs += [spec for name, (_, spec) in plain.items() if not name.startswith(_MODEL)]
@@ -214,8 +214,8 @@ def joined_slices(parts: Sequence[Manifest], limits: Limits) -> WholeState:
     sources: dict[str, list[tuple[int, TensorSpec]]] = {
         name: [place] for name, place in plain.items()
     }
-    sources |= {whole: [(n, spec) for _, n, spec in each] for whole, each in slices.items()}
-    sources |= {whole: [(n, spec) for _, n, spec in each] for whole, each in parameters.items()}
+    sources |= {whole: [(n, spec) for _, n, spec in pieces] for whole, pieces in slices.items()}
+    sources |= {whole: [(n, spec) for _, n, spec in pieces] for whole, pieces in parameters.items()}
     return WholeState(manifest, sources)
 
 
@@ -236,7 +236,7 @@ def _model(
     whole tensors in between."""
     placed: dict[int, TensorSpec] = {}
     for whole, slices in parameters.items():
-        slices.sort(key=lambda each: each[0])
+        slices.sort(key=lambda piece: piece[0])
         name, _, spec = slices[0]
         if (
             whole in plain
@@ -340,7 +340,7 @@ def pieced_leaves(
             if spec.size_bytes:
                 placed.append(_Placed(at, PartPiece(part, spec.offset, spec.size_bytes)))
                 at += spec.size_bytes
-    starts = [each.start for each in placed]
+    starts = [piece.start for piece in placed]
     pieced = []
     for leaf in leaves_of(whole):
         pieces: list[PartPiece] = []

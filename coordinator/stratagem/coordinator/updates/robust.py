@@ -217,11 +217,11 @@ def nearest(distances: Matrix, num_false: int, num_kept: int) -> list[int]:
 def nearest_one_by_one(distances: Matrix, num_false: int) -> list[int]:
     """Return the indices of the updates that Bulyan (arXiv:1802.07927) chooses, ascending. It picks
     the update with the lowest score among those left, until n - 2f are chosen."""
-    left = list(range(len(distances)))
+    remaining = list(range(len(distances)))
     chosen = []
     for _ in range(len(distances) - 2 * num_false):
-        among_them = distances[np.ix_(left, left)]
-        chosen.append(left.pop(int(np.argmin(krum_scores(among_them, num_false)))))
+        among_them = distances[np.ix_(remaining, remaining)]
+        chosen.append(remaining.pop(int(np.argmin(krum_scores(among_them, num_false)))))
     return sorted(chosen)
 
 

@@ -387,15 +387,15 @@ class SpoolWriter:
             identity, num_bytes, crc32c = note["identity"], note["num_bytes"], note["crc32c"]
         except (FileNotFoundError, ValueError, KeyError):  # none, or cut by a crash
             return False
-        left = len(self.upload.header)
-        header = os.pread(self._file.descriptor, left, 0)
-        if identity != self._identity or num_bytes < left or header != self.upload.header:
+        header_bytes = len(self.upload.header)
+        header = os.pread(self._file.descriptor, header_bytes, 0)
+        if identity != self._identity or num_bytes < header_bytes or header != self.upload.header:
             return False
 
         def see(piece: memoryview) -> None:
-            nonlocal left
-            self._check.see(piece[left:])
-            left = max(0, left - len(piece))
+            nonlocal header_bytes
+            self._check.see(piece[header_bytes:])
+            header_bytes = max(0, header_bytes - len(piece))
 
         try:
             self._file.resume(num_bytes, see)

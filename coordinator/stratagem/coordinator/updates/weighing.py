@@ -129,7 +129,7 @@ class Fairness:
             sources, manifest, base, should_stop, lambda spec: spec.name not in averaged
         ).tolist()
         shares = fair_shares(self.losses, squares, self.q, self.lr)
-        return Verdict(tuple(shares), tuple(min(sqrt(each), _LARGEST) for each in squares))
+        return Verdict(tuple(shares), tuple(min(sqrt(square), _LARGEST) for square in squares))
 
 
 def fair_shares(
@@ -171,7 +171,7 @@ def nova_factors(rows: Sequence[float], lengths: Sequence[float]) -> list[float]
     num_rows = fsum(counted)
     if not num_rows:
         return [0.0] * len(rows)
-    shares = [each / num_rows for each in counted]
+    shares = [num / num_rows for num in counted]
     mean = fsum(share * length for share, length in zip(shares, lengths, strict=True))
     pairs = zip(shares, lengths, strict=True)
     return [share * (mean / length) if length else 0.0 for share, length in pairs]

@@ -60,8 +60,8 @@ def begin_again(job: JobSpec, value: Federation, now_s: float) -> RoundRestarted
         return None
     clients, secure = value.clients, value.clients.secure
     is_late = _is_late(clients, now_s) and bool(secure.routed)
-    left = () if is_late else value.unanswered()
-    why = secure.lack(spec, {*clients.updates, *left})
+    unanswered = () if is_late else value.unanswered()
+    why = secure.lack(spec, {*clients.updates, *unanswered})
     if not why:
         return None
     reason = f"round {value.round_num}: of {len(clients.selected)} clients {why}"
@@ -103,8 +103,8 @@ def close(
         return _missing(job, value, workers, count, now_s)
     if clients.rejected:
         count += f", {len(clients.rejected)} rejected ({said(job, value)})"
-    if left := sorted(value.left_unanswered()):
-        count += f", {len(left)} left ({names(job, value, left)})"
+    if departed := sorted(value.left_unanswered()):
+        count += f", {len(departed)} left ({names(job, value, departed)})"
     late = accepted(value)
     if late:
         who = ", ".join(f"client {a.client} of round {value.round_num - a.staleness}" for a in late)
@@ -120,7 +120,7 @@ def close(
         reason=count,
         by_policy=num_answered < num_selected
         or bool(late)
-        or bool(left)
+        or bool(departed)
         or (is_secure and ledgers.may_be_cured(clients.rejected))
         or (job.privacy is not None and job.privacy.noise == "secret"),  # not in the job
         metrics=_metrics(value),
@@ -275,7 +275,7 @@ def is_late(value: Federation, fact: Fact) -> bool:
         case _:
             return False
     late = [value.late.get(client) for client in clients]
-    return all(each is not None and each.round_num == fact.round_num for each in late)
+    return all(entry is not None and entry.round_num == fact.round_num for entry in late)
 
 
 def with_late(value: Federation, fact: Fact) -> Federation:
@@ -289,7 +289,7 @@ def with_late(value: Federation, fact: Fact) -> Federation:
             return replace(value, late=without(value.late, [fact.client]))
         case _:
             assert isinstance(fact, ClientsAssigned), "is_late was asked"
-            others = without(value.late, [each.client for each in fact.assignments])
+            others = without(value.late, [assignment.client for assignment in fact.assignments])
             return replace(value, late=others, membership=fact.membership)
 
 

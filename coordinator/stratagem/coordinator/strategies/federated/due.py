@@ -150,17 +150,17 @@ def _fold(
     if (options.q is not None or is_judged(options.robust)) and not weights:
         losses: tuple[float, ...] = ()
         if options.q is not None:
-            losses = _without_none(updates[each.client].loss_before for each in accepted)
+            losses = _without_none(updates[update.client].loss_before for update in accepted)
         return JudgeUpdates(run_id, value.party, number, base, accepted, losses)
     trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
     trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
     steps: tuple[int, ...] = ()
     if options.normalize is not None:
-        steps = _without_none(updates[each.client].num_applied_steps for each in accepted)
+        steps = _without_none(updates[update.client].num_applied_steps for update in accepted)
     noise = None if value.ledger is None else value.ledger.round
     secure = None
     if options.secure_aggregation is not None:
-        workers = {each.client: value.roster[each.client].worker_id for each in accepted}
+        workers = {update.client: value.roster[update.client].worker_id for update in accepted}
         secure = closed.clients.secure.party(workers)
     return AggregateRound(
         *(run_id, value.party, number, base, accepted, value.server_state),
@@ -238,10 +238,10 @@ def _of_round(
 ) -> tuple[RunPhase, str, str]:
     """Return the phase, the strategy's phase, and a sentence on an open round that says who has
     answered, and who is missing."""
-    answered, left = len(clients.updates) + len(clients.rejected), len(value.left_unanswered())
+    answered, num_gone = len(clients.updates) + len(clients.rejected), len(value.left_unanswered())
     count = f"round {value.round_num}: {answered} of {len(clients.selected)} clients have answered"
-    if left:
-        count += f", {left} left"
+    if num_gone:
+        count += f", {num_gone} left"
     if num_excused := sum(len(excuse.clients) for excuse in clients.excused):
         count += f", {num_excused} not asked"
     if clients.rejected:

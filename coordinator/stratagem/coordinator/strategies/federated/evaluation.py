@@ -74,8 +74,8 @@ def evaluated(job: JobSpec, value: Federation) -> Evaluated | RunFailed | None:
         failed = {c: f.reason for c, f in answers.items() if f.reason and not f.has_left}
         must_fail = bool(failed) and spec_of(job).options.on_client_error == FAIL
         if is_done and answers and not has_sums and not failed:
-            left = tuple(sorted(answers))
-            return Evaluated(party=value.party, segment=segment, metrics={}, without=left)
+            departed = tuple(sorted(answers))
+            return Evaluated(party=value.party, segment=segment, metrics={}, without=departed)
         if must_fail or (is_done and not has_sums):
             reasons = [f"client {client}: {reason}" for client, reason in sorted(failed.items())]
             text = f"the evaluation of round {segment} has failed: {'; '.join(few(reasons))}"
@@ -176,7 +176,7 @@ def _mergeable(answers: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
     names = sorted({name for fact in answers.values() for name in fact.summed})
 
     def has_state(fact: ClientEvaluated, name: str) -> bool:
-        return name in fact.summed or not any(f"{own}.".startswith(f"{name}.") for own in fact.own)
+        return name in fact.summed or not any(f"{key}.".startswith(f"{name}.") for key in fact.own)
 
     return tuple(name for name in names if all(has_state(f, name) for f in answers.values()))
 

@@ -112,12 +112,12 @@ def beyond_budget(
     segment: the newest committed round.
     """
     assert job.privacy is not None
-    target, known = job.privacy.target, ledger.round
-    if known is None or target.epsilon is None or known.epsilon <= target.epsilon:
+    target, accounted = job.privacy.target, ledger.round
+    if accounted is None or target.epsilon is None or accounted.epsilon <= target.epsilon:
         return None
     budget = f"{ledger.epsilon:.3g} of {target.epsilon:g} spent"
-    cost = beyond_text(known.epsilon, target.epsilon)
-    text = f"privacy budget: {budget}, round {known.round_num} would cost {cost}"
+    cost = beyond_text(accounted.epsilon, target.epsilon)
+    text = f"privacy budget: {budget}, round {accounted.round_num} would cost {cost}"
     if not ledger.num_spent:
         return RunFailed(reason=f"{text}; more noise, or clients drawn more rarely, cost less")
     return StoppedEarly(
@@ -189,10 +189,10 @@ def with_budget(
 
 def _has_budget(job: JobSpec, ledger: RowLedger, client: int) -> bool:
     assert job.privacy is not None
-    target, known = job.privacy.target.epsilon, ledger.spent.get(client)
+    target, spent = job.privacy.target.epsilon, ledger.spent.get(client)
     if client in ledger.refused:
         return False
-    return target is None or known is None or known.next_epsilon <= target
+    return target is None or spent is None or spent.next_epsilon <= target
 
 
 def budget_spent(job: JobSpec, ledger: RowLedger, segment: int) -> StoppedEarly:
@@ -353,15 +353,15 @@ class SecureSetup:
 def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
     """Return the rejections of the clients that are left out, keyed by client."""
     return {
-        each.client: UpdateRejected(
+        left_out.client: UpdateRejected(
             party=fact.party,
             round_num=fact.round_num,
-            client=each.client,
-            reason=each.reason,
-            cause=each.cause,
+            client=left_out.client,
+            reason=left_out.reason,
+            cause=left_out.cause,
             attempt=fact.attempt,
         )
-        for each in fact.left_out
+        for left_out in fact.left_out
     }
 
 

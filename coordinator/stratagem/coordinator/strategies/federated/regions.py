@@ -159,7 +159,7 @@ def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
                 round_inside=inner.round_num,
                 base=inner.committed,
                 accepted=inner.accepted,
-                num_steps=sum(updates[each.client].num_steps for each in inner.accepted),
+                num_steps=sum(updates[update.client].num_steps for update in inner.accepted),
                 loss=inner.trained.get(TRAIN_LOSS, math.nan),
                 metrics=tuple(sorted((n, x) for n, x in metrics.items() if n not in TRAFFIC)),
             )
@@ -172,9 +172,9 @@ def _largest(job: JobSpec, value: PartiesRun) -> int:
     clients, the first in the numbering over all regions."""
     members = members_of_regions(job)
     places = [
-        (-each.num_samples, members[region.client][each.client], place)
+        (-update.num_samples, members[region.client][update.client], place)
         for place, region in enumerate(value.rounds.accepted)
-        for each in value.clients[region.client].value.accepted
+        for update in value.clients[region.client].value.accepted
     ]
     return min(places)[2]
 
@@ -186,11 +186,11 @@ def _has_trained(child: Child) -> bool:
 
 def status(job: JobSpec, value: PartiesRun, world: World) -> Status:
     """Return the run's status, with the workers of all regions."""
-    shown = due.status(job, value.rounds, world)
-    if shown.strategy_phase != "TRAINING":
-        return shown
-    reason, phase = KIND.answered(value, shown), RunPhase.RUNNING
-    members = set(shown.members)
+    outer = due.status(job, value.rounds, world)
+    if outer.strategy_phase != "TRAINING":
+        return outer
+    reason, phase = KIND.answered(value, outer), RunPhase.RUNNING
+    members = set(outer.members)
     for region, child in KIND.in_training(value).items():
         inner = child.strategy.status(child.job, child.value, world)
         members |= set(inner.members)
@@ -199,7 +199,7 @@ def status(job: JobSpec, value: PartiesRun, world: World) -> Status:
             name = value.rounds.roster[region].worker_id
             reason = f"{reason}; region {name}: {inner.reason}"
     in_order = tuple(sorted(members, key=lambda member: member.worker_id))
-    return replace(shown, members=in_order, phase=phase, reason=reason)
+    return replace(outer, members=in_order, phase=phase, reason=reason)
 
 
 def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:

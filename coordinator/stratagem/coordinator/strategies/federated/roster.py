@@ -179,9 +179,9 @@ def joined(job: JobSpec, value: Federation, here: Here, now_s: float) -> Clients
     """Return the joining of clients that are back, sorted by number, and of new ones, sorted by
     name; None if there are none."""
     names_before = {binding.worker_id for binding in value.roster}
-    left = value.attendance.left
-    names = {client: value.roster[client].worker_id for client in sorted(left)}
-    back = [c for c, name in names.items() if _is_back(left[c], here.get(name), now_s)]
+    departures = value.attendance.left
+    names = {client: value.roster[client].worker_id for client in sorted(departures)}
+    back = [c for c, name in names.items() if _is_back(departures[c], here.get(name), now_s)]
     room = spec_of(job).num_clients - len(value.roster)
     new = sorted(here.keys() - names_before)[:room] if room > 0 else []
     clients = [(client, value.roster[client].worker_id) for client in back]
@@ -272,8 +272,8 @@ def with_joined(job: JobSpec, value: Federation, fact: ClientsJoined, now_s: flo
             roster[binding.client] = binding
         else:
             roster.append(binding)
-    left = without(value.attendance.left, numbers)
-    attendance = replace(value.attendance, left=left, waits_until_s=None)
+    departures = without(value.attendance.left, numbers)
+    attendance = replace(value.attendance, left=departures, waits_until_s=None)
     value = replace(value, roster=tuple(roster), attendance=attendance)
     return awaiting_all(job, reassigned(value, value.clients), now_s)
 
@@ -288,8 +288,8 @@ def with_left(
     """Return the run after a client left; asked_again_s: the time to ask again a client that
     refused."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
-    left = {**value.attendance.left, client: departure}
-    attendance = replace(value.attendance.here([client]), left=left)
+    departures = {**value.attendance.left, client: departure}
+    attendance = replace(value.attendance.here([client]), left=departures)
     clients = replace(value.clients, assigned=without(value.clients.assigned, [client]))
     return reassigned(replace(value, attendance=attendance), clients)
 

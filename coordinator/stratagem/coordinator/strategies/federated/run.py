@@ -83,8 +83,8 @@ class Attendance:
 
     def resumed(self) -> "Attendance":
         """Return the attendance of a resumed run: clients that have left may join again."""
-        left = {client: replace(gone, asked_again_s=None) for client, gone in self.left.items()}
-        return replace(self, left=left, awaited_until_s={}, waits_until_s=None)
+        departed = {client: replace(gone, asked_again_s=None) for client, gone in self.left.items()}
+        return replace(self, left=departed, awaited_until_s={}, waits_until_s=None)
 
     def is_able(self, client: int, round_num: int) -> bool:
         """Return True if the client may take part in a round, provided that its worker is here."""
@@ -305,17 +305,17 @@ class Federation:
 
     def left_unanswered(self) -> set[int]:
         """Return the selected clients that have left without an answer."""
-        clients, left = self.clients, self.attendance.left
-        gone = left.keys() & set(clients.selected) if left else set()
+        clients, absent = self.clients, self.attendance.left
+        gone = absent.keys() & set(clients.selected) if absent else set()
         return gone - clients.updates.keys() - clients.rejected.keys()
 
     def unanswered(self) -> Iterator[int]:
         """Return the selected clients that have neither answered, with an update or a rejection,
         nor left."""
-        clients, left = self.clients, self.attendance.left
+        clients, absent = self.clients, self.attendance.left
         answered = (clients.updates, clients.rejected)
         return (
-            c for c in clients.selected if not any(c in who for who in answered) and c not in left
+            c for c in clients.selected if not any(c in who for who in answered) and c not in absent
         )
 
 
@@ -543,8 +543,8 @@ def after_commit(job: JobSpec, value: Federation, fact: SegmentCommitted) -> Fed
         evaluators = tuple(accepted.client for accepted in value.accepted)
     if schedule_of(job, value.num_rows).evaluates_at(fact.segment):
         newest = states.newest if states and spec_of(job).options.has_own_models else {}
-        kept = {client: newest[client] for client in evaluators or () if client in newest}
-        evaluations = {**evaluations, fact.segment: OwedEvaluation(base, evaluators, kept)}
+        digests = {client: newest[client] for client in evaluators or () if client in newest}
+        evaluations = {**evaluations, fact.segment: OwedEvaluation(base, evaluators, digests)}
     clients = value.clients
     rejections = {
         client: (value.rejections.get(client, (0, ""))[0] + 1, fact.reason)

@@ -359,20 +359,20 @@ def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
 
 def status(job: JobSpec, value: PartiesRun, world: World) -> Status:
     """Return the run's status, with the workers of all silos."""
-    shown = due.status(job, value.rounds, world)
-    members = nested.members(value.clients.values()) or shown.members
+    outer = due.status(job, value.rounds, world)
+    members = nested.members(value.clients.values()) or outer.members
     if not _has_begun(value.rounds):
         reason = nested.why_waiting(_sample(job, value), world)
-        return replace(shown, reason=reason)
-    if shown.strategy_phase != "TRAINING":
-        return replace(shown, members=members)
-    reason, phase = KIND.answered(value, shown), RunPhase.RUNNING
+        return replace(outer, reason=reason)
+    if outer.strategy_phase != "TRAINING":
+        return replace(outer, members=members)
+    reason, phase = KIND.answered(value, outer), RunPhase.RUNNING
     waiting = [n for n, child in KIND.in_training(value).items() if not nested.members([child])]
     if waiting:
         names = ", ".join(f"client {client}" for client in waiting[:4])
         why = nested.why_waiting(value.clients[waiting[0]], world)
         reason, phase = f"{reason}; without workers: {names}: {why}", RunPhase.RECOVERING
-    return replace(shown, members=members, phase=phase, reason=reason)
+    return replace(outer, members=members, phase=phase, reason=reason)
 
 
 KIND = PartyKind("client", _has_trained, _opened, _why_rejected, _folded)

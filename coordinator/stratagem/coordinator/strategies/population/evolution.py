@@ -282,8 +282,8 @@ def variants(job: JobSpec, params: Params) -> Iterator[Variant]:
                 if value != params[name]:
                     tried = active_values(space, {**first, **params, name: value})
                     fields = {field: thawed(tried[field]) for field in _changed(tried, params)}
-                    left = (param for param in params if param not in tried)
-                    yield Variant(name, fields | {field: _given(document, field) for field in left})
+                    rest = (param for param in params if param not in tried)
+                    yield Variant(name, fields | {field: _given(document, field) for field in rest})
 
 
 def _may_be_structural(dimension: Plain) -> bool:

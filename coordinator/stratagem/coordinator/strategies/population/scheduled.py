@@ -68,20 +68,20 @@ def _objections(job: JobSpec, place: int) -> Iterator[Violation]:
     """Yield the violations of the job of a setting."""
     where = f"{_SECTION}.settings[{place}].params"
     try:
-        own = scheduled_job(job, _schedule(job).settings[place])
+        setting_job = scheduled_job(job, _schedule(job).settings[place])
     except InvalidInputError as error:
-        yield Violation(where, "; ".join(str(each) for each in error.violations) or str(error))
+        yield Violation(where, "; ".join(str(fault) for fault in error.violations) or str(error))
         return
-    for spec in own.optimizers().values():
-        yield from (Violation(where, str(each)) for each in check_optimizer(spec))
+    for spec in setting_job.optimizers().values():
+        yield from (Violation(where, str(fault)) for fault in check_optimizer(spec))
         if spec.plateau is not None:
             yield Violation(where, "plateau is not allowed: it is followed under one setting only")
 
 
 def begin(job: JobSpec, party: Party, strategies: Strategies) -> ScheduledRun:
     """Return the run value before any fact."""
-    own = scheduled_job(job, _schedule(job).settings[0])
-    return ScheduledRun(nested.begin(party, own, _horizon(job, 0), strategies))
+    setting_job = scheduled_job(job, _schedule(job).settings[0])
+    return ScheduledRun(nested.begin(party, setting_job, _horizon(job, 0), strategies))
 
 
 def decide(job: JobSpec, value: ScheduledRun, world: World, now_s: float) -> Fact | None:
@@ -105,13 +105,13 @@ def _advanced(job: JobSpec, value: ScheduledRun) -> ScheduledRun:
     following = value.setting + 1
     if following == len(_schedule(job).settings) or not nested.is_at_horizon(value.child):
         return value
-    own = scheduled_job(job, _schedule(job).settings[following])
+    setting_job = scheduled_job(job, _schedule(job).settings[following])
     latest = nested.progress(value.child)
     assert latest.committed is not None
     # Where rows come as a stream, the place in it is one of the seed before.
     base = replace(latest.committed, streams="")
     horizon = _horizon(job, following)
-    child = nested.rebased(value.child, own, base, latest.num_rows, horizon)
+    child = nested.rebased(value.child, setting_job, base, latest.num_rows, horizon)
     return ScheduledRun(child, following)
 
 
@@ -122,19 +122,19 @@ def returned(
     the commit, or under the next one if the commit ends that setting."""
     horizons = (_horizon(job, place) for place in range(len(_schedule(job).settings)))
     setting = next(place for place, horizon in enumerate(horizons) if base.segment <= horizon)
-    own = scheduled_job(job, _schedule(job).settings[setting])
-    child = replace(value.child, job=own, horizon=_horizon(job, setting))
+    setting_job = scheduled_job(job, _schedule(job).settings[setting])
+    child = replace(value.child, job=setting_job, horizon=_horizon(job, setting))
     return _advanced(job, ScheduledRun(nested.returned(child, base, metrics), setting))
 
 
 def status(job: JobSpec, value: ScheduledRun, world: World) -> Status:
     """Return the party's status; the training ends where the schedule does."""
     child = value.child
-    shown = child.strategy.status(child.job, child.value, world)
-    if not shown.num_segments:
-        return shown
-    last, ends = len(_schedule(job).settings) - 1, _schedule(job).ends(shown.num_steps)
-    return replace(shown, num_steps=ends[-1], num_segments=_horizon(job, last))
+    child_status = child.strategy.status(child.job, child.value, world)
+    if not child_status.num_segments:
+        return child_status
+    last, ends = len(_schedule(job).settings) - 1, _schedule(job).ends(child_status.num_steps)
+    return replace(child_status, num_steps=ends[-1], num_segments=_horizon(job, last))
 
 
 def _horizon(job: JobSpec, setting: int) -> int:

@@ -88,7 +88,7 @@ def _copies_due(
     """
     if run.committed is None or not needs_upload(job, run):
         return None
-    records = [world.workers.get(kept.worker_id) for kept in run.kept]
+    records = [world.workers.get(file.worker_id) for file in run.kept]
     here = tuple(record.member for record in records if record is not None and record.is_alive)
     at = (run.party, run.committed.segment)
     if len(here) == len(run.kept):
@@ -103,7 +103,7 @@ def _copies_due(
     if run.holders or not (has_left or is_late):
         return None
     names = {member.worker_id for member in here}
-    gone = ", ".join(kept.worker_id for kept in run.kept if kept.worker_id not in names)
+    gone = ", ".join(file.worker_id for file in run.kept if file.worker_id not in names)
     reason = (
         f"what only {gone} had is gone with {'it' if len(run.kept) == len(here) + 1 else 'them'}"
     )
@@ -189,7 +189,7 @@ def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Pl
 def _as_kept(run: PartyRun, members: tuple[Member, ...]) -> tuple[Member, ...]:
     """Return the members in the order in which they kept replicas, if all those members are back,
     so that each goes on with its own replica; otherwise unchanged."""
-    places = {kept.worker_id: place for place, kept in enumerate(run.kept)}
+    places = {file.worker_id: place for place, file in enumerate(run.kept)}
     if {member.worker_id for member in members} != set(places):
         return members
     return tuple(sorted(members, key=lambda member: places[member.worker_id]))
@@ -366,13 +366,13 @@ def pending(
             )
         )
     if run.holders and needs_upload(job, run):
-        kept = tuple(each.digest for each in run.kept)
+        digests = tuple(file.digest for file in run.kept)
         effects.add(
             UploadCommit(
                 *(run_id, run.party, run.committed.segment, run.membership),
                 run.committed,
                 run.holders,
-                kept,
+                digests,
             )
         )
     schedule = schedule_of(job, run.num_rows)
@@ -413,7 +413,7 @@ def _segment(
         num_lr_reductions=num_lr_reductions(latest_metrics(run)),
         num_steps=schedule.num_steps,
         num_skipped=int(latest_metrics(run).get(SKIPPED_STEPS, 0)),
-        kept=tuple(each.digest for each in run.kept),
+        kept=tuple(file.digest for file in run.kept),
         is_mirrored=shape.fewest_mirrored is not None,
         keeps=run.open_segment % shape.upload_every > 0 and to_step < schedule.num_steps,
     )

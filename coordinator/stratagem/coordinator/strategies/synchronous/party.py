@@ -250,22 +250,22 @@ def _kept(run: PartyRun, fact: SegmentFinished) -> tuple[KeptFile, ...]:
 
 def _committed(run: PartyRun, fact: SegmentCommitted) -> PartyRun:
     done = next((f for f in run.finished if f.segment == fact.segment), None)
-    left = tuple(f for f in run.finished if f.segment > fact.segment)
+    uncommitted = tuple(f for f in run.finished if f.segment > fact.segment)
     # Of a partial commit those before it are still what there is to return to.
     whole = run.whole
     if whole is None and run.committed is not None:
         whole = WholeCommit(run.committed, run.metrics)
     after = replace(
         run,
-        finished=left,
+        finished=uncommitted,
         committed=Base(fact.segment, fact.step, fact.digest, fact.streams),
         metrics=fact.metrics,
         stop_reason="" if done is None else done.stop_reason,
         holders=(),
         awaits_until_s=None,
     )
-    kept = () if done is None else done.kept
-    return replace(after, kept=kept, whole=whole) if kept else _as_whole(after)
+    files = () if done is None else done.kept
+    return replace(after, kept=files, whole=whole) if files else _as_whole(after)
 
 
 def _as_whole(run: PartyRun) -> PartyRun:
@@ -285,7 +285,7 @@ def are_moved(run: PartyRun) -> bool:
     """Return True if the kept files of the commit are needed on other workers than those that have
     them, or if there are no members."""
     names = [member.worker_id for member in run.members]
-    return bool(run.kept) and names != [kept.worker_id for kept in run.kept]
+    return bool(run.kept) and names != [file.worker_id for file in run.kept]
 
 
 def needs_upload(job: JobSpec, run: PartyRun) -> bool:
@@ -341,7 +341,7 @@ def _holders_of(members: tuple[Member, ...], ranks: tuple[int, ...], shape: Segm
     parts = shape.parts_of(members, ranks)
     if not shape.is_mirrored(members):
         return parts
-    return tuple((*own, *also) for own, also in zip(parts, mirrors_of(members), strict=True))
+    return tuple((*owners, *also) for owners, also in zip(parts, mirrors_of(members), strict=True))
 
 
 def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:

@@ -71,14 +71,14 @@ def why_missing(spec: ModelParallel) -> Callable[[JobSpec, PartyRun, World], str
             for number, partition in enumerate(spec.partitions)
             if not _fitting(partition, workers)
         ]
-        known = f"registered are: {', '.join(map(_named, workers.values()))}"
+        registered = f"registered are: {', '.join(map(_named, workers.values()))}"
         if not workers:
-            known = why_none(job, world, run.fingerprint)
+            registered = why_none(job, world, run.fingerprint)
         elif apart := why_apart(job, world):
-            known += f"; {apart}"
+            registered += f"; {apart}"
         if missing:
-            return f"{'; '.join(missing)}; {known}"
-        return f"the replicas need workers of their own; {known}"
+            return f"{'; '.join(missing)}; {registered}"
+        return f"the replicas need workers of their own; {registered}"
 
     return why
 
@@ -117,7 +117,7 @@ def _whole_replicas(
 def _replica(
     spec: ModelParallel,
     workers: Mapping[WorkerId, WorkerRecord],
-    taken: set[WorkerId],
+    occupied: set[WorkerId],
     ranks: tuple[int, ...],
 ) -> tuple[tuple[Member, ...], tuple[int, ...]] | None:
     """Return (members by rank, rank of each partition) of one more replica; None if workers are
@@ -125,7 +125,7 @@ def _replica(
 
     All replicas are divided in the same way: a further one has the ranks of the first.
     """
-    free = {name: record for name, record in workers.items() if name not in taken}
+    free = {name: record for name, record in workers.items() if name not in occupied}
     owners: list[WorkerId] = []
     for number, partition in enumerate(spec.partitions):
         fitting = _fitting(partition, free)
