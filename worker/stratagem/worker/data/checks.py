@@ -37,8 +37,8 @@ def check_purity(dataset: RowDataset) -> None:
     with generators_kept():
         first, second = ({n: _fetched(dataset, n) for n in numbers} for _ in range(2))
     for number in numbers:
-        found, again = first[number], second[number]
-        differing = [leaf for leaf in found | again if found.get(leaf) != again.get(leaf)]
+        row, refetched = first[number], second[number]
+        differing = [leaf for leaf in row | refetched if row.get(leaf) != refetched.get(leaf)]
         if differing:
             raise InvalidInputError.at(
                 f"data.{dataset.split}",
@@ -151,8 +151,8 @@ def check_same_rows(job: JobSpec, data: Mapping[str, Dataset], known: str, where
         return
     for split, rows in before.splits.items():
         for number, row in rows.items():
-            again = now.splits.get(split, {}).get(number)
-            if again is not None and (differing := _differing(row, again)):
+            row_now = now.splits.get(split, {}).get(number)
+            if row_now is not None and (differing := _differing(row, row_now)):
                 raise _differs(split, number, differing, where)
 
 
@@ -216,9 +216,9 @@ def _leaf(value: Any) -> list[str]:
         return [fingerprint(value)]
     flat = tensor.detach().reshape(-1)
     places = torch.tensor(_numbers(len(flat), _NUM_VALUES), dtype=torch.int64, device=flat.device)
-    found = flat.index_select(0, places).double().tolist()
+    numbers = flat.index_select(0, places).double().tolist()
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    return [kind, *(_rounded(found, *rounding) for rounding in _ROUNDINGS)]
+    return [kind, *(_rounded(numbers, *rounding) for rounding in _ROUNDINGS)]
 
 
 def _rounded(values: list[float], factor: float, offset: float) -> str:
@@ -277,14 +277,14 @@ def _begins_anew(source: StreamSource, first: _Read) -> bool:
 
 def _read_streams(rows: Iterable[object], first: int) -> _Read:
     """Fingerprint the rows from number `first` on, each read with its seed."""
-    iterator, found = iter(rows), []
+    iterator, read_rows = iter(rows), []
     state = None
     for row in range(first, _NUM_ROWS):
         seed_generators(row)
-        leaves = (dict(leaves_of(each)) for each in islice(iterator, 1))
-        found.append(next(leaves, {}))
+        leaves = (dict(leaves_of(item)) for item in islice(iterator, 1))
+        read_rows.append(next(leaves, {}))
         state = state_of(rows) if row == 0 else state
-    return _Read(found, state)
+    return _Read(read_rows, state)
 
 
 def _compare(first: list[dict[str, str]], again: list[dict[str, str]], split: str) -> None:

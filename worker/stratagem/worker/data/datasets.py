@@ -83,8 +83,8 @@ class Subset:
 def training_split(data: Mapping[str, Dataset]) -> Dataset:
     """Return the training split. Raises InvalidInputError if there is none."""
     if "train" not in data:
-        known = ", ".join(data) or "none"
-        raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
+        splits = ", ".join(data) or "none"
+        raise InvalidInputError.at("data", f'has no split "train"; it has: {splits}')
     return data["train"]
 
 
@@ -285,10 +285,10 @@ class BatchPool:
     ) -> Tensor:
         """Return tensor[indices]; indices are int64 on the tensor's device."""
         shape = torch.Size([len(indices), *tensor.shape[1:]])
-        taken = self._empty(shape, tensor.dtype, tensor.device)
-        torch.index_select(tensor.detach(), 0, indices, out=taken)
-        is_there = taken.dtype == dtype and taken.device == device
-        return taken if is_there else self._empty(shape, dtype, device).copy_(taken)
+        selected = self._empty(shape, tensor.dtype, tensor.device)
+        torch.index_select(tensor.detach(), 0, indices, out=selected)
+        is_there = selected.dtype == dtype and selected.device == device
+        return selected if is_there else self._empty(shape, dtype, device).copy_(selected)
 
     def place(self, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a copy of the tensor with this dtype on this device."""

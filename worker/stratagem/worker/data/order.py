@@ -173,17 +173,17 @@ def _users(
 ) -> Tensor | list[Tensor]:
     """Call the user's function with (data set, epoch), twice, and return its result. Raises
     InvalidInputError if the results differ."""
-    first, again = (_call_for_order(function, dataset, job.seed, epoch) for _ in range(2))
-    if first != again:
+    first, second = (_call_for_order(function, dataset, job.seed, epoch) for _ in range(2))
+    if first != second:
         raise InvalidInputError.at(
             "data.order.entrypoint",
             f"gives another order for epoch {epoch} when it is asked again; draw from random, "
             "numpy.random or torch's default generator, which are seeded for each epoch",
         )
-    batches = [each if isinstance(each, list) else [each] for each in first]
-    sizes = [len(each) for each in batches]
-    rows = torch.tensor([row for each in batches for row in each], dtype=torch.int64)
-    num_rows, is_cut = len(dataset), any(isinstance(each, list) for each in first)
+    batches = [entry if isinstance(entry, list) else [entry] for entry in first]
+    sizes = [len(batch) for batch in batches]
+    rows = torch.tensor([row for batch in batches for row in batch], dtype=torch.int64)
+    num_rows, is_cut = len(dataset), any(isinstance(entry, list) for entry in first)
     if bool(((rows < 0) | (rows >= num_rows)).any()):
         raise InvalidInputError.at(
             "data.order.entrypoint", f"names rows that are not in 0..{num_rows - 1}"
@@ -203,16 +203,16 @@ def _call_for_order(
 ) -> list[int | list[int]]:
     with generators_kept(), user_code(f"ordering the rows of epoch {epoch}"):
         seed_generators(mix(seed, "order", epoch))
-        found = function(_as_given(dataset), epoch)
-        if isinstance(found, DistributedSampler):
+        order = function(_as_given(dataset), epoch)
+        if isinstance(order, DistributedSampler):
             raise InvalidInputError.at(
                 "data.order.entrypoint",
                 "gives a DistributedSampler; batches are cut into shards here, so give the order "
                 "of all rows",
             )
-        if hasattr(found, "set_epoch"):
-            found.set_epoch(epoch)
-        return [_whole(each) for each in found]
+        if hasattr(order, "set_epoch"):
+            order.set_epoch(epoch)
+        return [_whole(entry) for entry in order]
 
 
 def _whole(value: Any) -> int | list[int]:
@@ -226,19 +226,19 @@ def _numbers(dataset: Dataset, entrypoints: EntryPoints, name: str, key: str) ->
     """Return one number per row from the user's function."""
     function = entrypoints.resolve(name, f"data.order.{key}")
     with user_code(f"computing data.order.{key}"):
-        found = torch.as_tensor(function(_as_given(dataset)), dtype=torch.float64).reshape(-1)
-    is_usable = bool((found.isfinite() & (found >= 0)).all()) and float(found.sum()) > 0
-    if len(found) != len(dataset) or not is_usable:
+        numbers = torch.as_tensor(function(_as_given(dataset)), dtype=torch.float64).reshape(-1)
+    is_usable = bool((numbers.isfinite() & (numbers >= 0)).all()) and float(numbers.sum()) > 0
+    if len(numbers) != len(dataset) or not is_usable:
         raise InvalidInputError.at(
             f"data.order.{key}",
             f"must give one number >= 0 for each of {len(dataset)} rows, not all 0; "
-            f"gave {len(found)}",
+            f"gave {len(numbers)}",
         )
-    if key == "weights" and len(found) > MAX_WEIGHTED_ROWS:
+    if key == "weights" and len(numbers) > MAX_WEIGHTED_ROWS:
         raise InvalidInputError.at(
-            "data.order.by", f"weighted takes at most {MAX_WEIGHTED_ROWS} rows, not {len(found)}"
+            "data.order.by", f"weighted takes at most {MAX_WEIGHTED_ROWS} rows, not {len(numbers)}"
         )
-    return found
+    return numbers
 
 
 def _as_given(dataset: Dataset) -> Any:

@@ -290,21 +290,21 @@ def order_of(message: Mapping[str, Any]) -> ReadOrder:
 
 def error_text(ticket: int, error: StratagemError) -> str:
     """Encode the answer to a failed order."""
-    told: dict[str, Any] = {"ticket": ticket}
+    answer: dict[str, Any] = {"ticket": ticket}
     match error:
         case InvalidInputError(violations=violations) if violations:
-            told["invalid"] = [[each.field, each.message] for each in violations]
+            answer["invalid"] = [[violation.field, violation.message] for violation in violations]
         case UserCodeError():
-            told["failed"] = [error.type, error.message, error.traceback, error.activity]
+            answer["failed"] = [error.type, error.message, error.traceback, error.activity]
         case _:
-            told["failed"] = [type(error).__name__, str(error), "", ""]
-    return json.dumps(told)
+            answer["failed"] = [type(error).__name__, str(error), "", ""]
+    return json.dumps(answer)
 
 
 def error_of(message: Mapping[str, Any]) -> StratagemError | None:
     """Decode the error in an answer; None if there is none."""
     if "invalid" in message:
-        return InvalidInputError(violations=[Violation(*each) for each in message["invalid"]])
+        return InvalidInputError(violations=[Violation(*pair) for pair in message["invalid"]])
     if "failed" in message:
         kind, text, traceback, activity = message["failed"]
         return UserCodeError(kind, text, traceback, activity=activity)

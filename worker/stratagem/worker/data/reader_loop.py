@@ -102,8 +102,8 @@ class _Reader:
         """Return a batch as a message, and the file of its segment if that is new."""
         layout, is_both = Layout(), y is x
         trees = [
-            layout.describe(map_tensors(each, lambda t: t))
-            for each in ((x,) if is_both else (x, y))
+            layout.describe(map_tensors(tree, lambda t: t))
+            for tree in ((x,) if is_both else (x, y))
         ]
         message: dict[str, Any] = {"ticket": ticket, "trees": trees, "segment": None}
         fds = []

@@ -53,10 +53,10 @@ class ReaderProcess:
 
     def __init__(self, setup: ReaderSetup) -> None:
         """Start the process, which makes its data set. Raises OSError."""
-        own, theirs = socket.socketpair()
-        with theirs:
+        connection, readers_end = socket.socketpair()
+        with readers_end:
             try:
-                fd = theirs.fileno()
+                fd = readers_end.fileno()
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", _MODULE, str(fd), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
@@ -64,10 +64,10 @@ class ReaderProcess:
                     env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
                 )
             except BaseException:
-                own.close()
+                connection.close()
                 raise
-        self._connection = own
-        own.setblocking(False)
+        self._connection = connection
+        connection.setblocking(False)
         self._unsent = bytearray(setup.text(sys.path).encode() + b"\n")
         self._received = bytearray()
         self._fds: deque[int] = deque()
@@ -118,8 +118,8 @@ class ReaderProcess:
             self._fds.extend(fds)
             self._received += data
             self.is_dead = not data
-            *lines, rest = self._received.split(b"\n")
-            self._received = rest
+            *lines, incomplete = self._received.split(b"\n")
+            self._received = incomplete
             yield from map(json.loads, lines)
 
     def batch(self, message: dict[str, Any]) -> tuple[Any, Any]:
@@ -275,7 +275,7 @@ class ReaderPool:
 
     def _hand(self, ticket: _Ticket) -> None:
         """Give an order to the reader with the fewest unanswered ones."""
-        reader = min(self._readers, key=lambda each: len(each.tickets))
+        reader = min(self._readers, key=lambda candidate: len(candidate.tickets))
         reader.tickets.append(ticket)
         reader.process.order(ticket.number, ticket.order)
 
@@ -319,11 +319,11 @@ class ReaderPool:
 
 def _pop_ticket(tickets: dict[ReadOrder, list[_Ticket]], order: ReadOrder) -> _Ticket | None:
     """Remove and return the first ticket of an order."""
-    found = tickets.get(order)
-    if not found:
+    waiting = tickets.get(order)
+    if not waiting:
         return None
-    ticket = found.pop(0)
-    if not found:
+    ticket = waiting.pop(0)
+    if not waiting:
         del tickets[order]
     return ticket
 

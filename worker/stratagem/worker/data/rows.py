@@ -117,12 +117,12 @@ class RowDataset:
         key = mix("row", "labels")
         with generators_kept():
             rows = (self._row(number, key, 0) for number in range(self.num_rows))
-            found = [row[1] if _is_pair(row) else None for row in rows]
-        if any(label is None for label in found):
+            labels = [row[1] if _is_pair(row) else None for row in rows]
+        if any(label is None for label in labels):
             raise InvalidInputError.at(
                 f"data.{self.split}", "has rows that are no pairs (input, label)"
             )
-        return torch.as_tensor(found)
+        return torch.as_tensor(labels)
 
 
 def collated(rows: list[Any], collate: Collate, keys: BatchKeys, split: str) -> tuple[Any, Any]:

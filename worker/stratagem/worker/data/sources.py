@@ -88,9 +88,9 @@ def load_data(
         # Local data is the client's own already.
         if spec.worker_local in sources.loaders:
             seed = job.seed if numerics >= SEEDED_FACTORIES else None
-            own = dict(sources.loaders[spec.worker_local](seed))
-            _check_kinds(job, own)
-            return own
+            local_splits = dict(sources.loaders[spec.worker_local](seed))
+            _check_kinds(job, local_splits)
+            return local_splits
         return read_tensors(_local_path(spec.worker_local, sources), "data.worker_local")
     if spec.inline is not None:
         if sources.inline is None:
@@ -116,7 +116,7 @@ class ClientData:
         self._numerics = numerics
         self._shared: dict[str, Dataset] | None = None
         self._rows: dict[int, list[Tensor]] = {}  # by number of clients
-        self._own: OrderedDict[ClientShare, dict[str, Dataset]] = OrderedDict()
+        self._by_client: OrderedDict[ClientShare, dict[str, Dataset]] = OrderedDict()
 
     def of(self, client: ClientShare) -> dict[str, Dataset]:
         """Return the data sets that this client may use, keyed by split."""
@@ -128,8 +128,8 @@ class ClientData:
             return self._shared
         train = self._shared["train"]
         if isinstance(train, StreamDataset):
-            own = train.of_client(client.number, client.num_clients)
-            return {**self._shared, "train": own}
+            stream = train.of_client(client.number, client.num_clients)
+            return {**self._shared, "train": stream}
         if client.num_clients not in self._rows:
             self._rows[client.num_clients] = _divided(self._job, train, client.num_clients)
         rows = self._rows[client.num_clients][client.number]
@@ -146,12 +146,12 @@ class ClientData:
         return bool(_client_arguments(factory, ClientShare(0, 1)))
 
     def _made_for(self, client: ClientShare) -> dict[str, Dataset]:
-        if client not in self._own:
-            if len(self._own) >= MAX_CLIENTS_KEPT:
-                self._own.popitem(last=False)
-            self._own[client] = self._load(client)
-        self._own.move_to_end(client)
-        return self._own[client]
+        if client not in self._by_client:
+            if len(self._by_client) >= MAX_CLIENTS_KEPT:
+                self._by_client.popitem(last=False)
+            self._by_client[client] = self._load(client)
+        self._by_client.move_to_end(client)
+        return self._by_client[client]
 
     def _load(self, client: ClientShare | None) -> dict[str, Dataset]:
         return load_data(self._job, self._entrypoints, self._sources, client, self._numerics)
@@ -234,9 +234,9 @@ def _with_rows(
         return splits
     for other in others:
         with suppress(UserCodeError, InvalidInputError):
-            own = made(other)
-            if _has_rows(own):
-                return {**own, **splits, "train": own["train"]}
+            other_splits = made(other)
+            if _has_rows(other_splits):
+                return {**other_splits, **splits, "train": other_splits["train"]}
     if failure is not None:
         raise failure
     return splits
@@ -290,8 +290,8 @@ def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -
     client 0 of 1, and see `_with_rows`.
     """
     parameters = inspect.signature(factory).parameters
-    known = client or ClientShare(0, 1)
-    values = {"client_id": known.number, "num_clients": known.num_clients}
+    share = client or ClientShare(0, 1)
+    values = {"client_id": share.number, "num_clients": share.num_clients}
     return {
         name: value
         for name, value in values.items()
@@ -331,8 +331,8 @@ def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
 
 def _local_path(name: str, sources: DataSources) -> Path:
     if name not in sources.worker_local:
-        known = ", ".join(sorted(sources.worker_local)) or "none"
-        raise NotFoundError(f'data.worker_local: this worker has no "{name}"; it has: {known}')
+        names = ", ".join(sorted(sources.worker_local)) or "none"
+        raise NotFoundError(f'data.worker_local: this worker has no "{name}"; it has: {names}')
     return Path(sources.worker_local[name])
 
 
@@ -356,8 +356,8 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Dataset]:
     `train.x.<key>` become dicts."""
     nested: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
-        split, _, rest = name.partition(".")
-        side, _, key = rest.partition(".")
+        split, _, path = name.partition(".")
+        side, _, key = path.partition(".")
         if side not in ("x", "y"):
             raise InvalidInputError.at("data", f'tensor "{name}" is not named <split>.x or .y')
         sides = nested.setdefault(split, {})

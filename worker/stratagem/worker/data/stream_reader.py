@@ -63,14 +63,14 @@ class OwnStreams:
     split: str
 
     def open(self, epoch: int, shard: int) -> Iterable[Any]:
-        found = list(self.value.streams(epoch))
-        if len(found) != self.num_shards:
+        given = list(self.value.streams(epoch))
+        if len(given) != self.num_shards:
             raise InvalidInputError.at(
                 f"data.{self.split}",
-                f"gives {len(found)} streams for epoch {epoch} and {self.num_shards} for epoch 0; "
+                f"gives {len(given)} streams for epoch {epoch} and {self.num_shards} for epoch 0; "
                 "their number must stay",
             )
-        rows: Iterable[Any] = found[shard]
+        rows: Iterable[Any] = given[shard]
         return rows
 
 

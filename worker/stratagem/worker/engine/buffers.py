@@ -123,7 +123,7 @@ def constant_buffers(model: nn.Module) -> Iterator[None]:
     Otherwise the workers' models would differ, since each evaluates other batches. Raises
     UserCodeError with the name of a buffer that a forward pass has changed.
     """
-    before = [(slot, slot.tensor._version, _kept(slot.tensor)) for slot in _slots(model)]
+    before = [(slot, slot.tensor._version, _copy_if_small(slot.tensor)) for slot in _slots(model)]
     yield
     for slot, version, tensor in before:
         now = slot.module._buffers[slot.key]
@@ -137,7 +137,7 @@ def constant_buffers(model: nn.Module) -> Iterator[None]:
             raise UserCodeError("ValueError", message)
 
 
-def _kept(tensor: Tensor) -> Tensor | None:
+def _copy_if_small(tensor: Tensor) -> Tensor | None:
     return tensor.clone() if tensor.numel() <= MAX_TRAVELLING_ELEMENTS else None
 
 

@@ -205,16 +205,16 @@ def make_callbacks(job: JobSpec, entrypoints: EntryPoints) -> Callbacks:
     factory = entrypoints.resolve(job.callbacks, _FIELD)
     with user_code("making callbacks"):
         made = factory()
-        found = {name: getattr(made, name) for name in dir(made) if name.startswith("on_")}
-    refuse([*_unusable(found), *_out_of_place(found, job)])
-    if not found:
+        hooks = {name: getattr(made, name) for name in dir(made) if name.startswith("on_")}
+    refuse([*_unusable(hooks), *_out_of_place(hooks, job)])
+    if not hooks:
         text = f"{job.callbacks} makes a {type(made).__name__} without hooks; there are "
         raise InvalidInputError.at(_FIELD, text + ", ".join(HOOKS))
-    return Callbacks(job.seed, found)
+    return Callbacks(job.seed, hooks)
 
 
-def _unusable(found: Mapping[str, Any]) -> Iterator[Violation]:
-    for name, hook in found.items():
+def _unusable(hooks: Mapping[str, Any]) -> Iterator[Violation]:
+    for name, hook in hooks.items():
         if name not in HOOKS:
             text = f"{name} is no hook{suggest(name, HOOKS)}; there are {', '.join(HOOKS)}"
             yield Violation(_FIELD, text)
@@ -222,15 +222,15 @@ def _unusable(found: Mapping[str, Any]) -> Iterator[Violation]:
             yield Violation(_FIELD, f"{name} is a {type(hook).__name__}, which cannot be called")
 
 
-def _out_of_place(found: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]:
+def _out_of_place(hooks: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]:
     if job.only_evaluates:
-        for name in found:
+        for name in hooks:
             if name in ("on_gradients", "on_step"):
                 text = f"{name} is never called: execution.gradient is None, so nothing is trained"
                 yield Violation(_FIELD, text)
-    if "on_evaluation" in found and (reason := _why_no_evaluations(job)):
+    if "on_evaluation" in hooks and (reason := _why_no_evaluations(job)):
         yield Violation(_FIELD, f"on_evaluation {reason}")
-    if "on_gradients" in found:
+    if "on_gradients" in hooks:
         for field, strategy in _levels(job.strategy, "strategy"):
             if isinstance(strategy, ModelParallel):
                 text = (
@@ -244,7 +244,7 @@ def _out_of_place(found: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]
                 "gradients of all parameters"
             )
             yield Violation(_FIELD, text)
-    if "on_step" in found:
+    if "on_step" in hooks:
         for field, strategy in _levels(job.strategy, "strategy"):
             if reason := _why_no_steps(strategy, field):
                 yield Violation(_FIELD, f"on_step cannot go with {reason}")

@@ -96,12 +96,12 @@ def _names_in(
 def _nodes(starts: Iterable[Any]) -> list[Any]:
     """Return all nodes of the autograd graph behind `starts`, each once."""
     nodes: dict[int, Any] = {}
-    left = [node for node in starts if node is not None]
-    while left:
-        node = left.pop()
+    pending = [node for node in starts if node is not None]
+    while pending:
+        node = pending.pop()
         if id(node) not in nodes:
             nodes[id(node)] = node
-            left += [after for after, _ in node.next_functions if after is not None]
+            pending += [after for after, _ in node.next_functions if after is not None]
     return list(nodes.values())
 
 
@@ -136,7 +136,7 @@ def sums_of(values: Sequence[LossValue]) -> LoggedSums:
     """Return the sums of the logged values over micro-batches, added in order."""
     sums: LoggedSums = {}
     for value in values:
-        sums = added(sums, {each.name: _sum(each) for each in value.log})
+        sums = added(sums, {logged_value.name: _sum(logged_value) for logged_value in value.log})
     return sums
 
 
@@ -176,9 +176,9 @@ def unpacked(total: Tensor, own: Sequence[str] | None = None) -> LoggedSums:
     codes = [value / count for value in values[2 * MAX_LOGGED :]]
     names = _decoded(codes) if own is None else tuple(own)
     if checksums != count * _checksum(names):
-        here = ", ".join(own or ()) or "none"
+        names_here = ", ".join(own or ()) or "none"
         text = "the log of the step must have the same names in each micro-batch; on this worker "
-        raise UserCodeError("ValueError", f"{text}they are {here}, and on others they differ")
+        raise UserCodeError("ValueError", f"{text}they are {names_here}, and on others they differ")
     return {name: (values[2 * place], values[2 * place + 1]) for place, name in enumerate(names)}
 
 
@@ -315,21 +315,21 @@ class Passes:
     def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
         is_users = self.objective.is_users or not isinstance(rows.dataset, TensorDataset)
         values: list[LossValue] = []
-        weight, here = 0.0, per_thread.activity
+        weight, activity = 0.0, per_thread.activity
 
-        def weigh(own: float) -> None:
+        def weigh(row_weight: float) -> None:
             nonlocal weight
-            weight += own
+            weight += row_weight
             window.before_backward(weight)
 
         for number, cut in enumerate(window.cuts):
             if number:
-                here.check()
+                activity.check()
             window.before(number)
             key = window.key(number)
             self.randomness.begin(*key, is_users=is_users)
-            own = replace(rows, indices=part(rows.indices, cut))
-            values.append(self._run_one(own, BatchKeys(rows.key, key), weigh, is_weighted))
+            micro_rows = replace(rows, indices=part(rows.indices, cut))
+            values.append(self._run_one(micro_rows, BatchKeys(rows.key, key), weigh, is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
         loss_sum = 0.0
         for value in values:

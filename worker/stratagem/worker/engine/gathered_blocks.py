@@ -50,7 +50,7 @@ class AbsentParameter(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func not in _WITHOUT_VALUES:
-            names = [getattr(each, _NAME) for each in _flat(args) if isinstance(each, cls)]
+            names = [getattr(absent, _NAME) for absent in _flat(args) if isinstance(absent, cls)]
             text = (
                 f"full, but the model reads {', '.join(names) or 'a parameter'} outside of the "
                 "forward pass of the layer that has it, where no worker has all of it; optimizer "
@@ -172,20 +172,20 @@ class GatheredBlocks:
 
     def _gathered(self, number: int) -> list[Tensor]:
         """Return the full parameters of a block; free other blocks that are not in use."""
-        found = self._whole.get(number)
-        if found is not None:
-            return found
+        tensors = self._whole.get(number)
+        if tensors is not None:
+            return tensors
         for other in list(self._whole):
             if other != _REST and not self._depths[other]:
                 del self._whole[other]
         self._places = {
             address: place for address, place in self._places.items() if place[0] in self._whole
         }
-        found = self._whole[number] = self._gather(number)
-        for place, tensor in enumerate(found):
+        tensors = self._whole[number] = self._gather(number)
+        for place, tensor in enumerate(tensors):
             if tensor.numel():
                 self._places[tensor.untyped_storage().data_ptr()] = (number, place)
-        return found
+        return tensors
 
     @torch.no_grad()
     def _gather(self, number: int) -> list[Tensor]:
@@ -204,7 +204,7 @@ class GatheredBlocks:
         given = self._transport.fetch(number)
         failpoint("worker.parameters.gathered")
         for parts, received in zip(self.held.parts, given, strict=True):
-            for part, start in ((each.part, each.start) for each in parts[number]):
+            for part, start in ((held_part.part, held_part.start) for held_part in parts[number]):
                 flat = flats[part.index]
                 size = (part.stop - part.first) * flat.element_size()
                 targets.append(flat[part.first : part.stop])
@@ -248,22 +248,22 @@ class GatheredBlocks:
     def _pack(self, tensor: Tensor) -> Any:
         """Return what autograd saves: a placeholder for (parts of) gathered parameters."""
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
-            found = self._places.get(tensor.untyped_storage().data_ptr())
-            if found is not None and tensor.dtype == self._whole[found[0]][found[1]].dtype:
+            location = self._places.get(tensor.untyped_storage().data_ptr())
+            if location is not None and tensor.dtype == self._whole[location[0]][location[1]].dtype:
                 offset = int(tensor.storage_offset())
-                return _Place(*found, tensor.size(), tensor.stride(), offset)
+                return _Place(*location, tensor.size(), tensor.stride(), offset)
         return tensor, tensor._version
 
-    def _unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, _Place):
-            whole = self._gathered(kept.block)[kept.number]
-            return whole.as_strided(kept.size, kept.stride, kept.offset)
-        tensor: Tensor = kept[0]
-        if tensor._version != kept[1]:
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, _Place):
+            whole = self._gathered(saved.block)[saved.number]
+            return whole.as_strided(saved.size, saved.stride, saved.offset)
+        tensor: Tensor = saved[0]
+        if tensor._version != saved[1]:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a tensor of shape {tuple(tensor.shape)} is at version "
-                f"{tensor._version}; expected version {kept[1]} instead"
+                f"{tensor._version}; expected version {saved[1]} instead"
             )
         return tensor
 
@@ -274,11 +274,11 @@ def _changed(what: str) -> InvalidInputError:
 
 
 def _flat(values: Any) -> Iterator[Any]:
-    for each in values:
-        if isinstance(each, list | tuple):
-            yield from _flat(each)
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
         else:
-            yield each
+            yield value
 
 
 def _check_storage(
@@ -312,18 +312,18 @@ def divide_parameters(
         for param in module.parameters():
             if id(param) in index_of:
                 users[index_of[id(param)]].add(number)
-    alone = {index: next(iter(found)) for index, found in users.items() if len(found) == 1}
+    alone = {index: next(iter(numbers)) for index, numbers in users.items() if len(numbers) == 1}
     groups = [tuple(index for index in users if index not in alone)]
     groups += [tuple(i for i in users if alone.get(i) == number) for number in range(len(modules))]
     first, *others = groups
-    kept = [first, *(group for group in others if group)]
-    return [ParameterBlock(group, tuple(params[index] for index in group)) for group in kept]
+    used_groups = [first, *(group for group in others if group)]
+    return [ParameterBlock(group, tuple(params[index] for index in group)) for group in used_groups]
 
 
 def _own_modules(modules: Sequence[nn.Module], blocks: Sequence[ParameterBlock]) -> list[nn.Module]:
     """Return for each block the module that it belongs to."""
-    found = []
+    owners = []
     for block in blocks:
         wanted = id(block.params[0])
-        found.append(next(m for m in modules if any(id(p) == wanted for p in m.parameters())))
-    return found
+        owners.append(next(m for m in modules if any(id(p) == wanted for p in m.parameters())))
+    return owners

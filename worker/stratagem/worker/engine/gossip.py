@@ -99,7 +99,7 @@ class GossipTrainer:
         distance cover this member's nodes; the consensus distance, if the job asks for it, covers
         all nodes after mixing. After an error the trainer cannot be used any more.
         """
-        taken = self._models.take_step(self.step, owned, num_shards)
+        local_steps = self._models.take_step(self.step, owned, num_shards)
         failpoint("worker.gossip.before_mix")
         tensors = {number: node.tensors for number, node in self._nodes.items()}
         waits_since_s = time.perf_counter()
@@ -114,7 +114,7 @@ class GossipTrainer:
         if is_due:
             self._measured = {"consensus_distance": consensus_distance(exchange, tensors)}
         return replace(
-            taken.report(self.step, wait_s),
+            local_steps.report(self.step, wait_s),
             metrics={
                 "neighbour_distance": neighbour_distance([*distances.values()]),
                 **self._measured,
@@ -170,11 +170,11 @@ class GossipTrainer:
         """Return the values that all nodes have logged in this segment."""
         if not self.setup.objective.may_log:
             return {}
-        own = {number: node.sums.logged for number, node in self._nodes.items()}
+        sums = {number: node.sums.logged for number, node in self._nodes.items()}
         device = self.setup.gather.device
-        (total,) = exchange.sum_in_order([NUM_EXTRAS], lambda n, _: packed(own[n]).to(device))
-        here = next((tuple(logged) for logged in own.values() if logged), None)
-        return unpacked(total, here)
+        (total,) = exchange.sum_in_order([NUM_EXTRAS], lambda n, _: packed(sums[n]).to(device))
+        names = next((tuple(logged) for logged in sums.values() if logged), None)
+        return unpacked(total, names)
 
     def evaluator(self) -> Evaluator:
         """Return the evaluator of the mean, as of the last end of a segment."""
@@ -199,9 +199,9 @@ class GossipTrainer:
         tensors: dict[str, Tensor] = state_format.model_state(self.model) if is_first else {}
         metadata = state_format.state_metadata(self.step)
         for number, node in self._nodes.items():
-            own, numbers = node.saved.parts()
+            node_tensors, numbers = node.saved.parts()
             public = self.public.state(number) if self.public is not None else {}
-            named = {**own, **public}
+            named = {**node_tensors, **public}
             tensors |= {
                 f"{prefix_of(NODE, number)}{name}": tensor for name, tensor in named.items()
             }
@@ -215,11 +215,11 @@ class GossipTrainer:
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         for number, node in self._nodes.items():
-            own, numbers = (
+            node_tensors, numbers = (
                 own_part(NODE, number, tensors) or tensors,
                 own_part(NODE, number, metadata) or metadata,
             )
-            node.saved.load_parts(own, numbers, step)
+            node.saved.load_parts(node_tensors, numbers, step)
         if self.public is not None:
             for number in self.public.nodes:
                 self.public.load(number, own_part(NODE, number, tensors) or tensors)
@@ -282,14 +282,14 @@ def take_mean(
 ) -> dict[int, float]:
     """Set `mean` to the mean of all nodes; return the squared distance of each of this member's
     `nodes` from the mean."""
-    own = {number: _averaged(node) for number, node in nodes.items()}
+    averages = {number: _averaged(node) for number, node in nodes.items()}
     target, is_param = _averaged(mean), _is_trainable(mean)
     buckets = plan_buckets(target)
 
     def term(number: int, index: int) -> Tensor:
         bucket = buckets[index]
         flat = torch.empty(bucket.numel, dtype=torch.float64, device=target[0].device)
-        return flatten(bucket, own[number], flat)
+        return flatten(bucket, averages[number], flat)
 
     totals = exchange.sum_in_order([bucket.numel for bucket in buckets], term)
     squares = dict.fromkeys(nodes, 0.0)
@@ -312,11 +312,11 @@ def _copy_integers(
     mean: nn.Module, nodes: Mapping[int, nn.Module], exchange: GossipExchange
 ) -> None:
     """Copy node 0's integer tensors (counters) into `mean`, through float64, which is exact."""
-    own = {number: _integers(node) for number, node in nodes.items()}
+    integers = {number: _integers(node) for number, node in nodes.items()}
     target = _integers(mean)
 
     def term(number: int, index: int) -> Tensor:
-        flat = own[number][index].detach().to(torch.float64).reshape(-1)
+        flat = integers[number][index].detach().to(torch.float64).reshape(-1)
         return flat if number == 0 else torch.zeros_like(flat)
 
     totals = exchange.sum_in_order([tensor.numel() for tensor in target], term)

@@ -144,16 +144,16 @@ class LocalSteps(NamedTuple):
     def report(self, step: int, wait_s: float) -> StepReport:
         """Return the report of the step over this member's models; it never requests a stop, since
         the models have no common step."""
-        own = self.sums
+        sums = self.sums
         return StepReport(
             step=step,
-            loss=own.loss / own.weight if own.weight else math.nan,
-            weight=own.weight,
+            loss=sums.loss / sums.weight if sums.weight else math.nan,
+            weight=sums.weight,
             num_rows=self.num_rows,
             stop=False,
-            grad_norm=own.grad_norm,
-            num_skipped=own.num_skipped,
-            logged=own.logged,
+            grad_norm=sums.grad_norm,
+            num_skipped=sums.num_skipped,
+            logged=sums.logged,
             learning_rates=self.learning_rates,
             exchange_wait_s=wait_s,
             parts=self.parts,
@@ -212,7 +212,7 @@ class LocalModels:
         policy = next(iter(self.by_number.values())).local_step.turn.policy
         place = place_of(policy, step)
         rates = policy.rates.of_update(place.lr_factor, policy.schedule)
-        own = LocalSums()
+        sums = LocalSums()
         parts: list[PartReport] = []
         for number, model in self.by_number.items():
             if not len(shards[number]):
@@ -221,9 +221,9 @@ class LocalModels:
             model.local_step.turn.passes.execution.begin_batch(batch.num_rows)
             report = self._one_step(step, number, model, rows, place)
             model.sums.add(report)
-            own.add(report)
+            sums.add(report)
             parts.append(recorded_part(self._kind, number, report))
-        return LocalSteps(own, batch.num_rows, parts, rates)
+        return LocalSteps(sums, batch.num_rows, parts, rates)
 
     def _one_step(
         self, step: int, number: int, model: LocalModel, rows: Rows, place: StepPlace

@@ -94,7 +94,7 @@ class OuterSteps:
         self._replicas, self._options, self._num_steps = replicas, strategy.options, num_steps
         self._num_replicas = strategy.num_replicas
         self._buffers = Buffers(setup.model, device)
-        self._own_buffers = {n: Buffers(each.model, device) for n, each in replicas.items()}
+        self._own_buffers = {n: Buffers(replica.model, device) for n, replica in replicas.items()}
         self._num_logged = NUM_EXTRAS if setup.objective.may_log else 0
         sizes = [param.numel() for param in setup.model.parameters() if param.requires_grad]
         count = strategy.options.fragments
@@ -132,17 +132,17 @@ class OuterSteps:
     def _rests(self, due: Due) -> dict[int, Tensor]:
         if due.fragment < len(self.fragments) - 1:
             return dict.fromkeys(self._replicas, torch.zeros(0, dtype=torch.float64))
-        return {number: self._rest(number, each) for number, each in self._replicas.items()}
+        return {number: self._rest(number, replica) for number, replica in self._replicas.items()}
 
     def _rest(self, number: int, replica: LocalModel) -> Tensor:
-        own, replica.sums = replica.sums, LocalSums()
+        sums, replica.sums = replica.sums, LocalSums()
         changes = self._own_buffers[number].contribution(number, self._num_replicas)
         numbers = torch.zeros(_NUM_NUMBERS + self._num_replicas, dtype=torch.float64)
         numbers[:_NUM_NUMBERS] = torch.tensor(
-            [own.weight, own.loss, own.num_skipped], dtype=torch.float64
+            [sums.weight, sums.loss, sums.num_skipped], dtype=torch.float64
         )
-        numbers[_NUM_NUMBERS + number] = own.grad_norm
-        return torch.cat([changes, numbers, *([packed(own.logged)] if self._num_logged else [])])
+        numbers[_NUM_NUMBERS + number] = sums.grad_norm
+        return torch.cat([changes, numbers, *([packed(sums.logged)] if self._num_logged else [])])
 
     def _arrive(self, index: int, step: int) -> float:
         """Wait for a fragment's sums and count their numbers once; return the seconds waited."""
@@ -164,8 +164,8 @@ class OuterSteps:
             return numbers
         self._buffers.apply(sums.rest, self._num_replicas)
         self._buffers.snapshot()
-        for own in self._own_buffers.values():
-            own.take_over(self._buffers)
+        for buffers in self._own_buffers.values():
+            buffers.take_over(self._buffers)
         weight, loss = sums.rest[self._buffers.num_elements :][:2].tolist()
         return {**numbers, **({"loss": loss / weight} if weight else {})}
 
@@ -195,7 +195,7 @@ class OuterSteps:
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of all fragments at the end of a segment."""
-        return {name: value for each in self.fragments for name, value in each.state().items()}
+        return {name: value for part in self.fragments for name, value in part.state().items()}
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Load the result of `state`; the models must be loaded first."""
@@ -280,16 +280,18 @@ class OuterFragment:
             exchange.end_shard(number, scalars)
         self._under_way = exchange
 
-    def _own(self, replica: LocalModel) -> Sequence[Tensor]:
+    def _params_of(self, replica: LocalModel) -> Sequence[Tensor]:
         return replica.tensors[self._places.start : self._places.stop]
 
     def _moved(self, replica: LocalModel, parts: list[Tensor]) -> Iterator[Tensor]:
         """Yield (common parameter - replica's parameter) for each parameter, in the type of the
         sum. parts: receives the norms of the blocks of each."""
         layout = self.buckets.layout
-        for slot, common, own in zip(layout.slots, self._params, self._own(replica), strict=True):
+        for slot, common, param in zip(
+            layout.slots, self._params, self._params_of(replica), strict=True
+        ):
             dtype = layout.buckets[slot.bucket].dtype
-            moved = common.detach().to(dtype) - own.to(dtype)
+            moved = common.detach().to(dtype) - param.to(dtype)
             parts += parts_of([moved], self._setup.numerics)
             yield moved
 
@@ -325,25 +327,25 @@ class OuterFragment:
         for param in self._params:
             param.grad = None
         for replica in self._replicas.values():
-            for own, common in zip(self._own(replica), self._params, strict=True):
+            for replica_param, common in zip(self._params_of(replica), self._params, strict=True):
                 if self._mix:
-                    own.mul_(self._mix).add_(common, alpha=1.0 - self._mix)
+                    replica_param.mul_(self._mix).add_(common, alpha=1.0 - self._mix)
                 else:
-                    own.copy_(common)
+                    replica_param.copy_(common)
 
     def state(self) -> dict[str, Tensor]:
         """Return the outer optimizer's tensors (none before its first update) and arrived sums that
         are not applied yet."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, param in self._named:
             buffer = self._optimizer.state.get(param, {}).get(_MOMENTUM)
             if buffer is not None:
-                found[f"{OUTER}{name}/{_MOMENTUM}"] = buffer.detach()
+                tensors[f"{OUTER}{name}/{_MOMENTUM}"] = buffer.detach()
             if self.sums is not None and param.grad is not None:
-                found[f"{IN_FLIGHT}{name}"] = param.grad
+                tensors[f"{IN_FLIGHT}{name}"] = param.grad
         if self.sums is not None:
-            found[_SCALARS] = self.sums.flat()
-        return found
+            tensors[_SCALARS] = self.sums.flat()
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Load the result of `state`; begin anew if it has no tensors of this fragment."""
@@ -424,14 +426,14 @@ class LocalStepsTrainer:
         these replicas; numbers measured when replicas are joined cover all. After an error the
         trainer cannot be used any more.
         """
-        taken, step = self._models.take_step(self.step, owned, num_shards), self.step + 1
+        local_steps, step = self._models.take_step(self.step, owned, num_shards), self.step + 1
         joined = self._outer.after(exchange, step)
         self.step = step
         if joined is None:
-            return taken.report(step, 0.0)
+            return local_steps.report(step, 0.0)
         return replace(
-            taken.report(step, joined.wait_s),
-            parts=_with_drifts(taken.parts, joined.drifts),
+            local_steps.report(step, joined.wait_s),
+            parts=_with_drifts(local_steps.parts, joined.drifts),
             measured=in_training(joined.numbers),
         )
 
@@ -453,9 +455,9 @@ class LocalStepsTrainer:
         )
 
     def _traffic(self) -> dict[str, int]:
-        coders = [each.compressor for each in self.fragments if each.compressor is not None]
-        taken = [asdict(coder.take_traffic()) for coder in coders]
-        return {name: sum(each[name] for each in taken) for name in taken[0]} if taken else {}
+        coders = [part.compressor for part in self.fragments if part.compressor is not None]
+        counts = [asdict(coder.take_traffic()) for coder in coders]
+        return {name: sum(count[name] for count in counts) for name in counts[0]} if counts else {}
 
     def evaluator(self) -> Evaluator:
         """Return the evaluator of the common model."""
@@ -486,11 +488,11 @@ class LocalStepsTrainer:
         tensors, metadata = self._common_state() if is_first else ({}, {})
         metadata |= state_format.state_metadata(self.step)
         for number, replica in self._replicas.items():
-            own, numbers = replica.saved.parts()
+            replica_tensors, numbers = replica.saved.parts()
             prefix = prefix_of(REPLICA, number)
             tensors |= {
                 f"{prefix}{name}": tensor
-                for name, tensor in own.items()
+                for name, tensor in replica_tensors.items()
                 if self._keeps_models or not name.startswith(state_format.MODEL)
             }
             metadata |= {f"{prefix}{name}": value for name, value in numbers.items()}
@@ -506,9 +508,9 @@ class LocalStepsTrainer:
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         for number, replica in self._replicas.items():
-            own = own_part(REPLICA, number, tensors)
+            replica_tensors = own_part(REPLICA, number, tensors)
             numbers = own_part(REPLICA, number, metadata)
-            replica.saved.load_parts({**tensors, **own}, {**metadata, **numbers}, step)
+            replica.saved.load_parts({**tensors, **replica_tensors}, {**metadata, **numbers}, step)
         self._outer.load(tensors, step)
         self.step = step
 
@@ -520,8 +522,8 @@ class LocalStepsTrainer:
 def _with_drifts(parts: Sequence[PartReport], drifts: Mapping[int, float]) -> list[PartReport]:
     """Return the step-history entries of the replicas, with the distance each has moved; replicas
     without rows in this step get an entry too."""
-    found = {part.party: part for part in parts}
+    part_of = {part.party: part for part in parts}
     for number, drift in drifts.items():
-        part = found.get(f"{REPLICA}/{number}", PartReport(f"{REPLICA}/{number}"))
-        found[part.party] = replace(part, exact={**part.exact, **in_training({"drift": drift})})
-    return list(found.values())
+        part = part_of.get(f"{REPLICA}/{number}", PartReport(f"{REPLICA}/{number}"))
+        part_of[part.party] = replace(part, exact={**part.exact, **in_training({"drift": drift})})
+    return list(part_of.values())

@@ -117,8 +117,8 @@ def evaluated(job: JobSpec, average: WeightAverage | None) -> AbstractContextMan
 def _copy_of(name: str, param: nn.Parameter, tensors: Mapping[str, Tensor]) -> Tensor:
     given = tensors.get(name)
     if given is None or (given.shape, given.dtype) != (param.shape, param.dtype):
-        found = "missing" if given is None else f"is {given.dtype} {tuple(given.shape)}"
-        text = f"{found}; the parameter is {param.dtype} {tuple(param.shape)}"
+        problem = "missing" if given is None else f"is {given.dtype} {tuple(given.shape)}"
+        text = f"{problem}; the parameter is {param.dtype} {tuple(param.shape)}"
         raise InvalidInputError.at(f"state.{name}", text)
     return torch.empty_like(param, requires_grad=False).copy_(given)
 
@@ -151,13 +151,13 @@ class SGD(torch.optim.SGD):
         others = [i for i, momentum in enumerate(momentum_buffer_list) if momentum is not None]
         if len(late) in (0, len(params)):
             return has_sparse
-        own, own_grads, momenta = ([each[i] for i in late] for each in lists)
+        late_params, own_grads, momenta = ([values[i] for i in late] for values in lists)
         further = {key: group[key] for key in _PASSED}
-        sgd(own, own_grads, momenta, has_sparse, False, True, **further)
-        for param, momentum in zip(own, momenta, strict=True):
+        sgd(late_params, own_grads, momenta, has_sparse, False, True, **further)
+        for param, momentum in zip(late_params, momenta, strict=True):
             self.state[param]["momentum_buffer"] = momentum
-        for each in lists:
-            each[:] = [each[i] for i in others]
+        for entries in lists:
+            entries[:] = [entries[i] for i in others]
         return has_sparse
 
 
@@ -227,10 +227,10 @@ def make_optimizer(
     for name, param in params:
         of_group.setdefault(spec.group_of(name, param.dim()), []).append((name, param))
     parts = []
-    for each in spec.rules():
-        members = {name: of_group[name] for name in each.groups if name in of_group}
+    for part in spec.rules():
+        members = {name: of_group[name] for name in part.groups if name in of_group}
         if members:
-            parts.append(make_part(each, members, fused=fused, entrypoints=entrypoints))
+            parts.append(make_part(part, members, fused=fused, entrypoints=entrypoints))
     return parts[0] if len(parts) == 1 else OptimizersInOrder(parts)
 
 
@@ -258,7 +258,7 @@ def make_part(
             for name, pairs in members.items()
         ]
     if rule.name is None:
-        optimizer = _own(each.path, rule, given, params, entrypoints)
+        optimizer = _users_optimizer(each.path, rule, given, params, entrypoints)
     else:
         optimizer = _torchs(each.path, rule, given, params, fused=fused)
     for group in optimizer.param_groups:
@@ -273,11 +273,11 @@ def _torchs(
     path: str, rule: UpdateRuleSpec, given: Any, params: NamedParams, *, fused: bool
 ) -> torch.optim.Optimizer:
     kind = _OPTIMIZERS[rule.label.lower()]
-    known = inspect.signature(kind).parameters
+    arguments = inspect.signature(kind).parameters
     kwargs = _keywords(rule)
-    if "foreach" in known:
+    if "foreach" in arguments:
         kwargs["foreach"] = False
-    if "fused" in known and not kwargs.get("differentiable"):
+    if "fused" in arguments and not kwargs.get("differentiable"):
         kwargs["fused"] = fused or _is_fused_on_cpu(kind, kwargs, given, params)
     try:
         return kind(given, **kwargs)
@@ -296,12 +296,12 @@ def _is_fused_on_cpu(
     if not all(p.is_cpu and p.is_floating_point() for _, p in params):
         return False
     groups = [group for group in given if isinstance(group, dict)]
-    has_momentum = any(each.get("momentum") for each in (kwargs, *groups))
+    has_momentum = any(options.get("momentum") for options in (kwargs, *groups))
     is_narrow = any(p.itemsize < 4 for _, p in params)
     return not (kind is SGD and has_momentum and is_narrow)
 
 
-def _own(
+def _users_optimizer(
     path: str, rule: UpdateRuleSpec, given: Any, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
     """Make an optimizer by the user's entry point. Raises InvalidInputError if it is unusable."""
@@ -317,8 +317,8 @@ def _own(
         why = "as often as it likes; here a step has one gradient, of the rows of all workers"
         raise InvalidInputError.at(field, f"{text}{why}")
     held = {id(param) for group in made.param_groups for param in group["params"]}
-    if left := [param_name for param_name, param in params if id(param) not in held]:
-        text = f'"{name}" made an optimizer that leaves out {left[0]!r}; freeze what is not trained'
+    if idle := [param_name for param_name, param in params if id(param) not in held]:
+        text = f'"{name}" made an optimizer that leaves out {idle[0]!r}; freeze what is not trained'
         raise InvalidInputError.at(field, text)
     if not all("lr" in group for group in made.param_groups):
         raise InvalidInputError.at(field, f'"{name}" made groups without "lr"')

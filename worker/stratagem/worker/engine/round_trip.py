@@ -34,8 +34,8 @@ def check_optimizer_of(job: JobSpec, model: nn.Module, entrypoints: EntryPoints)
     from a saved state."""
     if not job.only_evaluates:
         params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        for turn, own in by_turn(job.turns or (), params):
-            check_round_trip(turn.optimizer, own, entrypoints)
+        for turn, turn_params in by_turn(job.turns or (), params):
+            check_round_trip(turn.optimizer, turn_params, entrypoints)
         if job.turns is None:
             check_round_trip(job.optimizer, params, entrypoints)
 
@@ -43,31 +43,31 @@ def check_optimizer_of(job: JobSpec, model: nn.Module, entrypoints: EntryPoints)
 def check_round_trip(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> None:
     """Raise InvalidInputError for a user's optimizer that does not continue correctly from a saved
     state. params: the trained parameters, on any device; their values are not used."""
-    for each, members in _own_of(spec, params):
+    for part, members in _own_of(spec, params):
         with torch.random.fork_rng(devices=[]), user_code("trying the optimizer"):
-            why = _why_not(_Trial(each, members, entrypoints))
+            why = _why_not(_Trial(part, members, entrypoints))
         if why:
-            text = f'"{each.rule.label}" does not go on from its saved state: {why}'
-            raise InvalidInputError.at(f"{each.path}.entrypoint", text)
+            text = f'"{part.rule.label}" does not go on from its saved state: {why}'
+            raise InvalidInputError.at(f"{part.path}.entrypoint", text)
 
 
 def check_alone(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> None:
     """Raise InvalidInputError for a user's optimizer that mixes the gradients of several
     parameters, in a job whose processes each hold only some of the parameters."""
-    for each, members in _own_of(spec, params):
-        trial = _Trial(each, members, entrypoints)
+    for part, members in _own_of(spec, params):
+        trial = _Trial(part, members, entrypoints)
         together, alone = trial.probes(), trial.probes()
         with torch.random.fork_rng(devices=[]), user_code("trying the optimizer"):
             _train(trial.optimizer_of(together), together, 0, _STEPS_BEFORE)
-            for at, one in enumerate(alone):
-                _train(trial.optimizer_of([one]), [one], 0, _STEPS_BEFORE, first=at)
+            for at, probe in enumerate(alone):
+                _train(trial.optimizer_of([probe]), [probe], 0, _STEPS_BEFORE, first=at)
         if name := _unequal(together, alone):
             text = (
-                f'"{each.rule.label}" updates {name!r} by the gradients of other parameters, too, '
+                f'"{part.rule.label}" updates {name!r} by the gradients of other parameters, too, '
                 "and the stages of a pipeline have only their own; use another strategy than "
                 "ModelParallel"
             )
-            raise InvalidInputError.at(f"{each.path}.entrypoint", text)
+            raise InvalidInputError.at(f"{part.path}.entrypoint", text)
 
 
 def _own_of(
@@ -75,19 +75,19 @@ def _own_of(
 ) -> Iterator[tuple[GroupedRule, dict[str, NamedParams]]]:
     """Yield each user's optimizer of the job, with a few parameters for each of its groups and each
     number of dimensions."""
-    found: dict[str, dict[int, list[tuple[str, nn.Parameter]]]] = {}
+    by_group: dict[str, dict[int, list[tuple[str, nn.Parameter]]]] = {}
     for name, param in params:
-        same = found.setdefault(spec.group_of(name, param.dim()), {}).setdefault(param.dim(), [])
+        same = by_group.setdefault(spec.group_of(name, param.dim()), {}).setdefault(param.dim(), [])
         if len(same) < _PER_SHAPE:
             same.append((name, param))
-    for each in spec.rules():
+    for part in spec.rules():
         members: dict[str, NamedParams] = {
-            name: [pair for same in found[name].values() for pair in same]
-            for name in each.groups
-            if name in found
+            name: [pair for same in by_group[name].values() for pair in same]
+            for name in part.groups
+            if name in by_group
         }
-        if each.rule.name is None and members:
-            yield each, members
+        if part.rule.name is None and members:
+            yield part, members
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,39 +121,39 @@ class _Trial:
 
 def _why_not(trial: _Trial) -> str:
     """Return a description of what differs after a save and a load; "" if nothing does."""
-    kept, copied = trial.probes(), trial.probes()
-    one = trial.optimizer_of(kept)
-    _train(one, kept, 0, _STEPS_BEFORE)
-    tensors, numbers = optimizer_state(one, kept)
-    if strange := [key for key in one.state if not any(key is param for _, param in kept)]:
+    originals, copied = trial.probes(), trial.probes()
+    old = trial.optimizer_of(originals)
+    _train(old, originals, 0, _STEPS_BEFORE)
+    tensors, numbers = optimizer_state(old, originals)
+    if strange := [key for key in old.state if not any(key is param for _, param in originals)]:
         return f"optimizer.state has {strange[0]!r}, which is no parameter"
     other = trial.optimizer_of(copied)
     with torch.no_grad():
-        for (_, source), (_, target) in zip(kept, copied, strict=True):
+        for (_, source), (_, target) in zip(originals, copied, strict=True):
             target.copy_(source)
     load_optimizer_state(other, copied, tensors, numbers)
     set_learning_rates(other, _rate(_STEPS_BEFORE - 1))
-    for number, (mine, theirs) in enumerate(zip(one.param_groups, other.param_groups, strict=True)):
-        if key := _differing(mine, theirs):
-            return _told(f"param_groups[{number}][{key!r}]", mine[key], theirs.get(key))
+    for number, (group, twin) in enumerate(zip(old.param_groups, other.param_groups, strict=True)):
+        if key := _differing(group, twin):
+            return _difference(f"param_groups[{number}][{key!r}]", group[key], twin.get(key))
     # A whole number is a count; others may be what a step leaves behind for the next to overwrite.
-    counts = {key: value for key, value in vars(one).items() if isinstance(value, int)}
-    count, left_behind = _differing(counts, vars(other)), _differing(vars(one), vars(other))
-    told = [
-        _told(f"its attribute {key!r}", getattr(one, key), getattr(other, key, None))
+    counts = {key: value for key, value in vars(old).items() if isinstance(value, int)}
+    count, left_behind = _differing(counts, vars(other)), _differing(vars(old), vars(other))
+    changes = [
+        _difference(f"its attribute {key!r}", getattr(old, key), getattr(other, key, None))
         for key in (count, left_behind)
         if key
     ]
     if count:
-        return told[0]
-    _train(one, kept, _STEPS_BEFORE, _STEPS_AFTER)
+        return changes[0]
+    _train(old, originals, _STEPS_BEFORE, _STEPS_AFTER)
     _train(other, copied, _STEPS_BEFORE, _STEPS_AFTER)
-    name = _unequal(kept, copied)
+    name = _unequal(originals, copied)
     kinds = "it keeps something outside of optimizer.state[parameter], or draws random numbers"
-    return name and "; ".join([f"its next steps update {name!r} otherwise", *(told or [kinds])])
+    return name and "; ".join([f"its next steps update {name!r} otherwise", *(changes or [kinds])])
 
 
-def _told(what: str, mine: object, theirs: object) -> str:
+def _difference(what: str, mine: object, theirs: object) -> str:
     text = f"{what} was {mine!r} and is {theirs!r}"
     return f"{text}; what changes belongs into optimizer.state[parameter]"
 

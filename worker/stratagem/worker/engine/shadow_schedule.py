@@ -35,8 +35,8 @@ class ShadowSchedule:
 
     def __init__(self, spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints) -> None:
         self._spec, self._num_steps, self._entrypoints = spec, num_steps, entrypoints
-        told = {**spec.document(), "clip_norm": None, "num_steps": num_steps}
-        self._made_of = hashlib.sha256(dump_json(told).encode()).hexdigest()[:16]
+        document = {**spec.document(), "clip_norm": None, "num_steps": num_steps}
+        self._made_of = hashlib.sha256(dump_json(document).encode()).hexdigest()[:16]
         self._num_applied = 0
         self._running = self._begin()
         self._try()
@@ -137,11 +137,11 @@ class _Running:
 
     def state(self) -> dict[str, Any]:
         with user_code(_ACTIVITY):
-            own = self.scheduler.state_dict()
+            scheduler_state = self.scheduler.state_dict()
         groups = [_without_params(group) for group in self.shadow.param_groups]
         return {
             "position": self.position,
-            "scheduler": _encoded(own, self.name, "state_dict()"),
+            "scheduler": _encoded(scheduler_state, self.name, "state_dict()"),
             "groups": _encoded(groups, self.name, "param_groups"),
         }
 
@@ -166,9 +166,9 @@ def _shadow_of(spec: OptimizerSpec, entrypoints: EntryPoints) -> _Shadow:
     parameter."""
     groups: dict[str, dict[str, Any]] = {}
     defaults: dict[str, Any] = {}
-    for each in spec.rules():
-        members = {name: [(name, nn.Parameter(torch.zeros(1, 1)))] for name in each.groups}
-        made = make_part(each, members, entrypoints=entrypoints)
+    for part in spec.rules():
+        members = {name: [(name, nn.Parameter(torch.zeros(1, 1)))] for name in part.groups}
+        made = make_part(part, members, entrypoints=entrypoints)
         defaults = defaults or made.defaults
         groups |= {str(group.get(GROUP)): group for group in made.param_groups}
     names = [DEFAULT_GROUP, *(group.name for group in spec.groups or ())]
@@ -208,8 +208,8 @@ def _encoded(value: object, name: str, where: str) -> Any:
         case dict():
             return {"dict": [*_pairs(value, name, where)]}
         case _:
-            kept = f"{where} is a {type(value).__name__}"
-            text = f'"{name}" cannot be saved: {kept}; it may keep numbers, texts, lists and dicts'
+            kind = f"{where} is a {type(value).__name__}"
+            text = f'"{name}" cannot be saved: {kind}; it may keep numbers, texts, lists and dicts'
             raise InvalidInputError.at(_FIELD, text)
 
 

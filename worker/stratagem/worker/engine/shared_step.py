@@ -405,8 +405,8 @@ class SharedStep:
         scale_before = scale.value
         if self.setup.callbacks.takes_gradients:
             hook = partial(self._call_hook, turn, batch.step)
-            again = partial(policy.summarize, scalars.loss, scalars.weight)
-            summary = after_hook(summary, hook, again)
+            summarize = partial(policy.summarize, scalars.loss, scalars.weight)
+            summary = after_hook(summary, hook, summarize)
         applied = self.update.apply(summary, policy, batch.step, exchange)
         if applied.is_applied:
             self.buffers.apply(scalars.rest, sums.num_live)

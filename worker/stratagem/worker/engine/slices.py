@@ -74,7 +74,7 @@ class _OwnPiece:
     name: str
     param: nn.Parameter
     part: OwnedPart
-    piece: nn.Parameter
+    flat: nn.Parameter
     """Flat leaf tensor with its own gradient: a view of the parameter, or the only part of it kept
     here."""
 
@@ -140,7 +140,7 @@ class OptimizerPieces:
     @property
     def tensors(self) -> list[Tensor]:
         """The flat pieces in order of parameter, followed by those of the mirror."""
-        return [each.piece for each in self._all()]
+        return [piece.flat for piece in self._all()]
 
     def _all(self) -> list[_OwnPiece]:
         return [*self._pieces, *self._mirrored]
@@ -151,17 +151,17 @@ class OptimizerPieces:
         assert exchange.slices is not None  # the one is made with the other
         self.summary, self.in_doubt, self._has_sums = None, None, False
         sums = [*exchange.slices.sums(), *exchange.slices.mirrored_sums()]
-        for each, total in zip(self._all(), sums, strict=True):
-            is_reached = scalars.reached[each.part.index] != 0
+        for piece, total in zip(self._all(), sums, strict=True):
+            is_reached = scalars.reached[piece.part.index] != 0
             # As with whole parameters: a narrow one rounds its sum once.
-            each.piece.grad = total.to(each.piece.dtype) if is_reached else None
-        grads = [each.piece.grad for each in self._pieces]
+            piece.flat.grad = total.to(piece.flat.dtype) if is_reached else None
+        grads = [piece.flat.grad for piece in self._pieces]
         self._has_sums = True
         norms = [None if grad is None else parts_of([grad], policy.numerics)[0] for grad in grads]
-        found, is_finite = exchange.slices.gather_norms(
+        norm_parts, is_finite = exchange.slices.gather_norms(
             norms, scalars.reached, partial(_are_all_finite, grads)
         )
-        norm = total_norm(found, policy.numerics)
+        norm = total_norm(norm_parts, policy.numerics)
         self.summary = StepSummary(scalars.loss, scalars.weight, norm, is_finite)
         return self.summary
 
@@ -170,9 +170,9 @@ class OptimizerPieces:
         Its sums are copied out of the exchange's storage. See `StepInDoubt`."""
         if not self.is_mirrored or not self._has_sums:
             return
-        for each in self._all():
-            if each.piece.grad is not None:
-                each.piece.grad = each.piece.grad.clone()
+        for piece in self._all():
+            if piece.flat.grad is not None:
+                piece.flat.grad = piece.flat.grad.clone()
         self.in_doubt = StepInDoubt(step, finish)
 
     def apply(
@@ -223,30 +223,30 @@ class OptimizerPieces:
     @torch.no_grad()
     def take_parameters(self) -> None:
         """Copy the pieces, also the mirror's, out of the parameters, which must be whole."""
-        for each in self._all():
-            flat = each.param.detach().view(-1)[each.part.first : each.part.stop]
-            if each.piece.data_ptr() == flat.data_ptr():  # still a view of it
-                each.piece.data = flat.clone()
+        for piece in self._all():
+            flat = piece.param.detach().view(-1)[piece.part.first : piece.part.stop]
+            if piece.flat.data_ptr() == flat.data_ptr():  # still a view of it
+                piece.flat.data = flat.clone()
             else:
-                each.piece.copy_(flat)
+                piece.flat.copy_(flat)
 
     @torch.no_grad()
     def _move_to(self, memory: Sequence[Tensor]) -> None:
         """Move this member's pieces into this memory, bytes for each block of `HeldBlocks`. The
         mirror's pieces stay where they are, since no other member reads them."""
         assert self.held is not None
-        by_index = {each.part.index: each.piece for each in self._pieces}
+        by_index = {piece.part.index: piece.flat for piece in self._pieces}
         for parts, flat in zip(self.held.parts[self.rank], memory, strict=True):
             for part in parts:
-                piece = by_index[part.part.index]
-                room = flat[part.start : part.start + piece.nbytes].view(piece.dtype)
-                piece.data = room.copy_(piece)
+                source = by_index[part.part.index]
+                room = flat[part.start : part.start + source.nbytes].view(source.dtype)
+                source.data = room.copy_(source)
 
     def share(self, exchange: SliceExchange) -> bool:
         """Copy the updated pieces of all members into the parameters of all. Returns as `end_step`
         does."""
-        own = [each.piece for each in self._pieces]
-        return self.end_step(partial(exchange.share, own, self._params))
+        flats = [piece.flat for piece in self._pieces]
+        return self.end_step(partial(exchange.share, flats, self._params))
 
     def end_step(self, tell: Callable[[], None]) -> bool:
         """End a step by `tell`, a collective call; return True if it succeeds.
@@ -283,7 +283,7 @@ class OptimizerPieces:
         the bytes that the first member copies besides.
         """
         pieces = self._mirrored if of_mirror else self._pieces
-        by_param = {self._identity(each.param): each for each in pieces}
+        by_param = {self._identity(piece.param): piece for piece in pieces}
         rank = self.mirrored_rank if of_mirror else self.rank
         divided = {self._identity(param) for param in self._params}
         tensors = model.state_dict(keep_vars=True)
@@ -293,12 +293,12 @@ class OptimizerPieces:
         dealt = dealt_out(whole, len(self.owners.parts), first_bytes)[rank]
         named: dict[str, Tensor] = {}
         for place, (name, tensor) in enumerate(tensors.items()):
-            each = by_param.get(self._identity(tensor))
+            piece = by_param.get(self._identity(tensor))
             if name in dealt:
                 where = ParameterSlice(place, 0, tuple(tensor.shape), f"{state_format.MODEL}{name}")
                 named[str(where)] = tensor.detach()
-            elif each is not None:
-                named[each.name_in(place, name)] = each.piece.detach()
+            elif piece is not None:
+                named[piece.name_in(place, name)] = piece.flat.detach()
         return named
 
     def _identity(self, tensor: Tensor) -> object:
@@ -311,16 +311,16 @@ class OptimizerPieces:
         """Return the model's tensors that all members hold: all, unless parameters are divided."""
         if self.held is None:
             return state_format.model_state(model)
-        by_param = {id(each.param): each for each in self._pieces if self.holds_all}
+        by_param = {id(piece.param): piece for piece in self._pieces if self.holds_all}
         divided = {id(param) for param in self._params}
-        found = {}
+        tensors = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
-            each = by_param.get(id(tensor))
-            if each is not None:
-                found[name] = each.piece.detach().view(each.param.shape)
+            piece = by_param.get(id(tensor))
+            if piece is not None:
+                tensors[name] = piece.flat.detach().view(piece.param.shape)
             elif id(tensor) not in divided:
-                found[name] = tensor.detach()
-        return {f"{state_format.MODEL}{name}": tensor for name, tensor in found.items()}
+                tensors[name] = tensor.detach()
+        return {f"{state_format.MODEL}{name}": tensor for name, tensor in tensors.items()}
 
     def slices(
         self, model: nn.Module, *, of_mirror: bool
@@ -329,19 +329,19 @@ class OptimizerPieces:
         names; of_mirror: of the mirrored slice."""
         pieces = self._mirrored if of_mirror else self._pieces
         named, numbers = self._named_state(pieces)
-        by_param = {self._identity(each.param): each for each in pieces}
+        by_param = {self._identity(piece.param): piece for piece in pieces}
         for place, (name, tensor) in enumerate(model.state_dict(keep_vars=True).items()):
-            each = by_param.get(self._identity(tensor))
-            if each is not None:
-                named[each.name_in(place, name)] = each.piece.detach()
+            piece = by_param.get(self._identity(tensor))
+            if piece is not None:
+                named[piece.name_in(place, name)] = piece.flat.detach()
         return named, numbers
 
     def _named_state(self, pieces: Sequence[_OwnPiece]) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors, numbers = self._state(pieces)
         named = {}
-        for full, (each, place, value) in tensors.items():
-            if value.dim() or each.part.first == 0:  # of one number per parameter, one copy
-                where = SliceName(each.part.index, place, each.part.first, full)
+        for full, (piece, place, value) in tensors.items():
+            if value.dim() or piece.part.first == 0:  # of one number per parameter, one copy
+                where = SliceName(piece.part.index, place, piece.part.first, full)
                 named[str(where)] = value
         return named, numbers
 
@@ -350,9 +350,9 @@ class OptimizerPieces:
         self.in_doubt, self.torn = None, ""
         self._load(self._pieces, tensors, metadata)
         if self._mirrored:
-            own = dict(self.optimizer.state)
+            own_state = dict(self.optimizer.state)
             self._load(self._mirrored, tensors, metadata)
-            self.optimizer.state.update(own)
+            self.optimizer.state.update(own_state)
 
     def _load(
         self,
@@ -360,54 +360,54 @@ class OptimizerPieces:
         tensors: Mapping[str, Tensor],
         metadata: Mapping[str, str],
     ) -> None:
-        own = {each.name: each for each in pieces}
-        here: dict[str, Tensor] = {}
+        piece_of = {piece.name: piece for piece in pieces}
+        slice_tensors: dict[str, Tensor] = {}
         for full, value in tensors.items():
             name = _parameter_of(full)
-            if name not in own and name in self._names:
+            if name not in piece_of and name in self._names:
                 continue
-            here[full] = value
-            if name in own and not state_format.is_one_number(full):
-                part = own[name].part
-                here[full] = value.reshape(-1)[part.first : part.stop]
+            slice_tensors[full] = value
+            if name in piece_of and not state_format.is_one_number(full):
+                part = piece_of[name].part
+                slice_tensors[full] = value.reshape(-1)[part.first : part.stop]
         numbers = {
             full: text
             for full, text in metadata.items()
-            if _parameter_of(full) in own or _parameter_of(full) not in self._names
+            if _parameter_of(full) in piece_of or _parameter_of(full) not in self._names
         }
-        named = [(each.name, each.piece) for each in pieces]
-        state_format.load_optimizer_state(self.optimizer, named, here, numbers)
+        named = [(piece.name, piece.flat) for piece in pieces]
+        state_format.load_optimizer_state(self.optimizer, named, slice_tensors, numbers)
 
     def _state(
         self, pieces: Sequence[_OwnPiece]
     ) -> tuple[dict[str, tuple[_OwnPiece, int, Tensor]], dict[str, str]]:
         """Return ({full name: (piece, place among its tensors, tensor)}, metadata). Tensors of
         whole parameters have the parameter's shape."""
-        found: dict[str, tuple[_OwnPiece, int, Tensor]] = {}
+        placed: dict[str, tuple[_OwnPiece, int, Tensor]] = {}
         numbers: dict[str, str] = {}
-        for each in pieces:
-            kept, texts = state_format.optimizer_state(self.optimizer, [(each.name, each.piece)])
+        for piece in pieces:
+            state, texts = state_format.optimizer_state(self.optimizer, [(piece.name, piece.flat)])
             numbers |= texts
-            for place, (full, value) in enumerate(kept.items()):
+            for place, (full, value) in enumerate(state.items()):
                 is_sliced = not state_format.is_one_number(full)
-                whole = value.view(each.param.shape) if is_sliced and each.is_whole else value
-                found[full] = (each, place, whole)
-        return found, numbers
+                whole = value.view(piece.param.shape) if is_sliced and piece.is_whole else value
+                placed[full] = (piece, place, whole)
+        return placed, numbers
 
     def _step_pieces_only(self) -> None:
         """Replace the parameters by the pieces in the optimizer's groups, together with their
         initial state."""
         by_param: dict[int, list[_OwnPiece]] = {}
-        for each in self._all():
-            by_param.setdefault(id(each.param), []).append(each)
+        for piece in self._all():
+            by_param.setdefault(id(piece.param), []).append(piece)
         before = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
-            own = [each for p in group["params"] for each in by_param.get(id(p), ())]
-            group["params"] = [each.piece for each in own]
-            for each in own:
-                if each.param in before:
-                    self.optimizer.state[each.piece] = _sliced(before[each.param], each)
+            pieces = [piece for p in group["params"] for piece in by_param.get(id(p), ())]
+            group["params"] = [piece.flat for piece in pieces]
+            for piece in pieces:
+                if piece.param in before:
+                    self.optimizer.state[piece.flat] = _sliced(before[piece.param], piece)
 
 
 def make_pieces(
@@ -441,13 +441,13 @@ def _piece_of(name: str, param: nn.Parameter, part: OwnedPart) -> _OwnPiece:
     return _OwnPiece(name, param, part, nn.Parameter(view))
 
 
-def _sliced(state: Mapping[str, object], each: _OwnPiece) -> dict[str, object]:
+def _sliced(state: Mapping[str, object], piece: _OwnPiece) -> dict[str, object]:
     def of_piece(key: str, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         if state_format.is_one_number(key):
             return value.clone()  # each of two pieces of a parameter counts its own steps
-        return value.reshape(-1)[each.part.first : each.part.stop].clone()
+        return value.reshape(-1)[piece.part.first : piece.part.stop].clone()
 
     return {key: of_piece(key, value) for key, value in state.items()}
 

@@ -60,8 +60,8 @@ class TrainerState:
         numbers |= self.scale.metadata()
         if self.schedule is not None:
             numbers |= self.schedule.metadata()
-        for each in self.further:
-            more, texts = each.state()
+        for part in self.further:
+            more, texts = part.state()
             tensors, numbers = {**tensors, **more}, {**numbers, **texts}
         return {**self._model_state(), **tensors}, numbers
 
@@ -85,8 +85,8 @@ class TrainerState:
         if self.pieces is None or not self.pieces.is_mirrored:
             return None
         tensors, metadata = self.live(step)
-        own, numbers = self._part(self.pieces, tensors, of_mirror=True)
-        return state_format.copied(own, into), {**metadata, **numbers}
+        slice_tensors, numbers = self._part(self.pieces, tensors, of_mirror=True)
+        return state_format.copied(slice_tensors, into), {**metadata, **numbers}
 
     def copied(
         self, step: int, *, with_shared: bool, into: Mapping[str, Tensor] = state_format.NOTHING
@@ -112,9 +112,9 @@ class TrainerState:
         rest = {n: t for n, t in live.items() if not n.startswith(state_format.MODEL)}
         num_bytes = sum(tensor.nbytes for tensor in rest.values())
         model = pieces.part_of_model(self.model, num_bytes, of_mirror=of_mirror)
-        own, numbers = pieces.own_state(of_mirror=of_mirror)
+        slice_tensors, numbers = pieces.own_state(of_mirror=of_mirror)
         is_first = (pieces.mirrored_rank if of_mirror else pieces.rank) == 0
-        return {**model, **(rest if is_first else {}), **own}, numbers
+        return {**model, **(rest if is_first else {}), **slice_tensors}, numbers
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
         """Load a state; return the number of steps after which it was taken."""
@@ -136,8 +136,8 @@ class TrainerState:
             self.pieces.load(tensors, metadata)
         if self.compressor is not None:
             self.compressor.load_state(tensors)
-        for each in self.further:
-            each.load(tensors, metadata)
+        for part in self.further:
+            part.load(tensors, metadata)
         if self.schedule is not None:
             self.schedule.load(metadata, step)
         self.scale.load(metadata)

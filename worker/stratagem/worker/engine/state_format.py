@@ -63,8 +63,8 @@ def optimizer_state(
             elif isinstance(value, int | float):
                 metadata[full] = json.dumps(value)
             elif value is not None:
-                kept = f"keeps a {type(value).__name__} ({key!r} of {name!r})"
-                raise InvalidInputError.at("optimizer", f"{kept}; it may keep tensors and numbers")
+                kind = f"keeps a {type(value).__name__} ({key!r} of {name!r})"
+                raise InvalidInputError.at("optimizer", f"{kind}; it may keep tensors and numbers")
     return tensors, metadata
 
 
@@ -105,26 +105,26 @@ def given_model_state(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[s
     expected = model.state_dict()
     given = {}
     for name, tensor in tensors.items():
-        own = expected.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
-        casts = own is not None and own.is_floating_point() and tensor.is_floating_point()
-        given[name] = tensor.to(own.dtype) if own is not None and casts else tensor
+        target = expected.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
+        casts = target is not None and target.is_floating_point() and tensor.is_floating_point()
+        given[name] = tensor.to(target.dtype) if target is not None and casts else tensor
     return given
 
 
 def conversions_of(given: Mapping[str, str], model: nn.Module) -> str:
     """Return a sentence about the tensors that `given_model_state` converts; "" if none. given:
     dtypes such as "float16", keyed by name."""
-    own, found = model.state_dict(), dict[str, list[str]]()
+    targets, conversions = model.state_dict(), dict[str, list[str]]()
     for full, dtype in sorted(given.items()):
         name = full.removeprefix(MODEL)
-        target = own.get(name)
+        target = targets.get(name)
         if target is None or not (target.is_floating_point() and "float" in dtype):
             continue
         wanted = str(target.dtype).removeprefix("torch.")
         if dtype != wanted:
-            found.setdefault(f"{dtype} to {wanted}", []).append(name)
+            conversions.setdefault(f"{dtype} to {wanted}", []).append(name)
     parts = []
-    for change, names in found.items():
+    for change, names in conversions.items():
         more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
         parts.append(f"{', '.join(names[:_NUM_NAMES])}{more} from {change}")
     return f"is converted to the model's dtypes: {'; '.join(parts)}" if parts else ""
@@ -137,7 +137,7 @@ def load_optimizer_state(
     metadata: Mapping[str, str],
 ) -> None:
     """Replace the optimizer's state by the given one, which may be empty."""
-    known = dict(params)
+    param_of = dict(params)
     fused = {
         id(param): bool(group.get("fused"))
         for group in optimizer.param_groups
@@ -149,19 +149,19 @@ def load_optimizer_state(
         if not full.startswith(OPTIMIZER):
             continue
         name, _, key = full.removeprefix(OPTIMIZER).rpartition("/")
-        if name not in known:
+        if name not in param_of:
             raise InvalidInputError.at(f"state.{full}", "belongs to no trainable parameter")
         if isinstance(value, str):
             loaded.setdefault(name, {})[key] = json.loads(value)
         else:
             # Torch keeps step counts on the CPU, but for fused kernels.
-            is_beside = key in _CPU_KEYS and not fused[id(known[name])]
-            device = "cpu" if is_beside else known[name].device
+            is_beside = key in _CPU_KEYS and not fused[id(param_of[name])]
+            device = "cpu" if is_beside else param_of[name].device
             copy = torch.empty_like(value, device=device).copy_(value)
             loaded.setdefault(name, {})[key] = copy
     optimizer.state.clear()
     for name, entries in loaded.items():
-        optimizer.state[known[name]] = entries
+        optimizer.state[param_of[name]] = entries
 
 
 def copied(
@@ -171,16 +171,16 @@ def copied(
     be overwritten, and are used where they fit, since allocating memory costs several times as much
     as copying."""
     made: dict[tuple[Any, ...], Tensor] = {}
-    taken: set[int] = set()
+    addresses: set[int] = set()
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         moved()
         key = storage_key(tensor)
         if tensor.numel() == 0 or key not in made:
             old = into.get(name)
-            if old is None or old.data_ptr() in taken or not _fits(old, tensor):
+            if old is None or old.data_ptr() in addresses or not _fits(old, tensor):
                 old = torch.empty_like(tensor, device="cpu")
-            taken.add(old.data_ptr())
+            addresses.add(old.data_ptr())
             made[key] = old.copy_(tensor)
         result[name] = made[key]
     return result

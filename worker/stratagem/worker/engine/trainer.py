@@ -84,7 +84,7 @@ class Trainer:
         phases = None if self.phased is None else self.phased.phases
         self._saved = TrainerState(
             *(self.model, self.optimizer, self.params, execution.scale, schedule),
-            further=[each for each in (phases, self._average) if each is not None],
+            further=[part for part in (phases, self._average) if part is not None],
             compressor=self.compressor,
             pieces=self.pieces,
         )
@@ -307,13 +307,13 @@ def all_or_none(turns: Sequence[StepTurn], saved: TrainerState, step: int) -> It
     """
     of_last = {name for name, _ in turns[-1].params}
     tensors, metadata = saved.live(step)
-    kept = {name: t.clone() for name, t in tensors.items() if not _belongs(name, of_last)}
+    tensors_before = {name: t.clone() for name, t in tensors.items() if not _belongs(name, of_last)}
     try:
         yield
     except BaseException:
         live = saved.live(step)[0].items()
-        own = {name: tensor for name, tensor in live if _belongs(name, of_last)}
-        saved.load({**own, **kept}, metadata)
+        tensors_of_last = {name: tensor for name, tensor in live if _belongs(name, of_last)}
+        saved.load({**tensors_of_last, **tensors_before}, metadata)
         raise
     finally:
         unfreeze(saved.params)

@@ -51,8 +51,8 @@ def make_optimizer_of(
     if job.turns is None:
         return make_optimizer(job.optimizer, params, fused=fused, entrypoints=entrypoints)
     parts = [
-        make_optimizer(turn.optimizer, own, fused=fused, entrypoints=entrypoints)
-        for turn, own in by_turn(job.turns, params)
+        make_optimizer(turn.optimizer, turn_params, fused=fused, entrypoints=entrypoints)
+        for turn, turn_params in by_turn(job.turns, params)
     ]
     return OptimizersInOrder(parts)
 
@@ -82,9 +82,9 @@ class StepTurn:
         """Freeze all of the parameters but the turn's, and drop all gradients."""
         if self.number:
             failpoint("worker.turns.after_turn")
-        own = {id(param) for _, param in self.params}
+        param_ids = {id(param) for _, param in self.params}
         for _, param in params:
-            param.requires_grad_(id(param) in own)
+            param.requires_grad_(id(param) in param_ids)
             param.grad = None
 
 
@@ -98,17 +98,17 @@ def make_turns(
     assert isinstance(policy.optimizer, OptimizersInOrder)
     objectives, turns = step_functions(job, entrypoints), []
     parts = zip(by_turn(job.turns, named), objectives, policy.optimizer.parts, strict=True)
-    for number, ((spec, own), objective, optimizer) in enumerate(parts):
+    for number, ((spec, turn_params), objective, optimizer) in enumerate(parts):
         own_policy = replace(
             policy,
             job=job.altered(optimizer=spec.optimizer),
-            params=[param for _, param in own],
+            params=[param for _, param in turn_params],
             optimizer=optimizer,
             rates=ReportedRates(spec.optimizer, spec.name),
             average=policy.average if number + 1 == len(job.turns) else None,
         )
         own_passes = replace(passes, objective=objective)
-        turns.append(StepTurn(own, own_passes, own_policy, spec.name, number))
+        turns.append(StepTurn(turn_params, own_passes, own_policy, spec.name, number))
     return turns
 
 
@@ -120,8 +120,8 @@ def unfreeze(params: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 def logged_of(turn: StepTurn, loss: float, num_rows: float, logged: LoggedSums) -> LoggedSums:
     """Return a turn's logged values and its loss, with the turn's name appended to their names."""
-    own = {f"{name}.{turn.name}": sums for name, sums in logged.items()}
-    return {f"loss.{turn.name}": (loss * num_rows, num_rows), **own}
+    turn_sums = {f"{name}.{turn.name}": sums for name, sums in logged.items()}
+    return {f"loss.{turn.name}": (loss * num_rows, num_rows), **turn_sums}
 
 
 def whole_step(turns: Sequence[StepTurn], reports: Sequence[StepReport]) -> StepReport:
@@ -197,11 +197,11 @@ class LocalStep:
             else:
                 counted = self.protected(rows, window)
             pull()
-            again = partial(policy.summarize, counted.loss, counted.weight)
+            summarize = partial(policy.summarize, counted.loss, counted.weight)
             hook = None
             if self.callbacks.takes_gradients:
                 hook = partial(self._call_hook, rows, window, step)
-            summary = after_hook(again(), hook, again)
+            summary = after_hook(summarize(), hook, summarize)
         except BaseException:
             policy.undo()
             raise
@@ -224,8 +224,8 @@ def whole_local_step(
         return reports[0]
     logged: LoggedSums = {}
     for turn, report in zip(turns, reports, strict=True):
-        own = report.counted
-        logged = {**logged, **logged_of(turn, own.loss, num_rows, own.logged)}
+        counted = report.counted
+        logged = {**logged, **logged_of(turn, counted.loss, num_rows, counted.logged)}
     loss = sum(report.counted.loss for report in reports)
     return LocalReport(
         Counted(loss * num_rows, num_rows, logged=logged),

@@ -174,7 +174,7 @@ def cut_slices(layout: BucketLayout, owners: SliceOwners) -> tuple[Cut, ...]:
         bucket = layout.buckets[index]
         num_pieces = -(-bucket.size_bytes // PIECE_BYTES)
         for number in range(num_pieces):
-            parts = tuple(_nth_part(each, num_pieces, number, bucket) for each in slices)
+            parts = tuple(_nth_part(bounds, num_pieces, number, bucket) for bounds in slices)
             cuts.append(Cut(index, False, False, parts, stays=True))
     return tuple(cuts)
 
@@ -278,7 +278,7 @@ class _Builder:
 
     def _direct(self, cut: Cut, first_tag: int, stage: list[Tensor]) -> Piece:
         rank = self.party.rank
-        own = self.step.nodes[rank]
+        nodes = self.step.nodes[rank]
         peers = [p for p in range(self.party.size) if p != rank and _is_wanted(cut, p)]
         is_mine = _is_wanted(cut, rank)
         flats = [one_set[cut.bucket] for one_set in self.sets]
@@ -286,9 +286,9 @@ class _Builder:
         if self.kept is not None and cut.stays:
             total = self.kept.part(cut.bucket, *cut.slices[rank])
         received = [_stage(buffer, total) for buffer in stage]
-        partials = {node: _slice(flat, cut, rank) for node, flat in zip(own, flats, strict=False)}
-        if own:
-            partials[own[0]] = first
+        partials = {node: _slice(flat, cut, rank) for node, flat in zip(nodes, flats, strict=False)}
+        if nodes:
+            partials[nodes[0]] = first
         partials |= {node: t for (_, node), t in zip(self.foreign, received, strict=False)}
         sum_tag = first_tag + self.party.num_shards
         returns_sums = not cut.is_gathered and not cut.stays
@@ -300,7 +300,7 @@ class _Builder:
             send_partials=tuple(
                 Transfer(peer, first_tag + node.first, _slice(flat, cut, peer))
                 for peer in peers
-                for node, flat in zip(own, flats, strict=False)
+                for node, flat in zip(nodes, flats, strict=False)
             ),
             receive_partials=tuple(
                 Transfer(peer, first_tag + node.first, tensor)
@@ -385,10 +385,10 @@ class DirectMethod:
         self._lent = lent
 
     def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> "_Prepared":
-        kept = None
+        sums = None
         if self._lent is not None:
-            sets, kept = self._lent.sets(sets), self._lent.kept
-        pieces = prepare(self._cuts, self._party, step, sets, self._window, kept)
+            sets, sums = self._lent.sets(sets), self._lent.kept
+        pieces = prepare(self._cuts, self._party, step, sets, self._window, sums)
         return _Prepared(pieces, len(step.nodes[self._party.rank]))
 
     def run(self, prepared: "_Prepared", turn: Turn) -> None:

@@ -32,7 +32,7 @@ class BlockRounds:
     num_tags = 2
 
     def __init__(self, link: Link, held: HeldBlocks, own: Sequence[Tensor]) -> None:
-        self._link, self._held, self._own = link, held, own
+        self._link, self._held, self._memory = link, held, own
         self.wishes = [torch.full((1,), NOTHING, device=_device(own)) for _ in range(link.size)]
         self.found: list[Tensor] = []
         """The bytes of the block fetched in the latest round, by rank."""
@@ -56,7 +56,7 @@ class BlockRounds:
             self.found = [self._room(rank, wanted[me]) for rank in range(self._link.size)]
             receives = [Transfer(p, _BLOCK, self.found[p]) for p in peers if sizes[p][wanted[me]]]
         sends = [
-            Transfer(peer, _BLOCK, self._own[wanted[peer]])
+            Transfer(peer, _BLOCK, self._memory[wanted[peer]])
             for peer in peers
             if wanted[peer] != NOTHING and sizes[me][wanted[peer]]
         ]
@@ -64,8 +64,8 @@ class BlockRounds:
 
     def _room(self, rank: int, block: int) -> Tensor:
         if rank == self._link.rank:
-            return self._own[block]
-        return self._own[0].new_empty(self._held.sizes[rank][block])
+            return self._memory[block]
+        return self._memory[0].new_empty(self._held.sizes[rank][block])
 
     def _transfer(self, turn: Turn, sends: list[Transfer], receives: list[Transfer]) -> None:
         received, sent = start_transfers(self._link, turn.first_tag, sends, receives)
@@ -80,21 +80,21 @@ class LinkParameters:
     ) -> None:
         self.held = held
         self._rank = link.rank
-        self._own = own_memory(held, link.rank, device)
-        self._rounds = BlockRounds(link, held, self._own)
+        self._memory = own_memory(held, link.rank, device)
+        self._rounds = BlockRounds(link, held, self._memory)
         side = SideStream(device)
         self._transport = MeshTransport(link, self._rounds, side, deadline_s=deadline_s)
         self._number = 0
 
     def memory(self) -> Sequence[Tensor]:
         """Return for each block the memory in which this member keeps its parts."""
-        return self._own
+        return self._memory
 
     def fetch(self, block: int) -> Sequence[Tensor]:
         """Return each rank's part of a block, once all members have requested a block, or ended."""
         self._run_round(block)
-        found, self._rounds.found = self._rounds.found, []
-        return found
+        parts, self._rounds.found = self._rounds.found, []
+        return parts
 
     def end_passes(self) -> None:
         """Serve the other members' requests until all have ended their passes."""
@@ -121,5 +121,5 @@ class LinkParameters:
         self._transport.finish()
 
 
-def _device(own: Sequence[Tensor]) -> torch.device:
-    return own[0].device
+def _device(memory: Sequence[Tensor]) -> torch.device:
+    return memory[0].device

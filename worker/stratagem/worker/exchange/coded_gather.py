@@ -86,11 +86,11 @@ class PayloadMethod:
             self._send_ready(under_way, prepared, portion)
             turn.wait(under_way.receives[portion.index])
             self._send_ready(under_way, prepared, portion)  # those that are ready by now
-            own = [[flats[bucket] for bucket in portion.buckets] for flats in sets]
-            partials = dict(zip(step.nodes[self._link.rank], own, strict=False))
+            parts = [[flats[bucket] for bucket in portion.buckets] for flats in sets]
+            partials = dict(zip(step.nodes[self._link.rank], parts, strict=False))
             incoming = prepared.incoming[portion.index]
             summing = Summing(self._buckets, self._compressor, portion, partials, incoming)
-            put(own[0], summing.total(step.num_live), turn.divisor, portion.has_extras)
+            put(parts[0], summing.total(step.num_live), turn.divisor, portion.has_extras)
         turn.wait(under_way.sends)
         self._count(len(step.live))
 
@@ -181,16 +181,16 @@ class Summing:
                 flats[-1].copy_(extras)
             return flats
         first, second = split_node(node)
-        left = self._total(first)
+        total = self._total(first)
         if second not in self.partials and second.stop - second.first == 1:
-            views = self.buckets.views_of(left, self.portion.buckets)
+            views = self.buckets.views_of(total, self.portion.buckets)
             extras = self._decode(second.first, views, adds=True)
             if extras.numel():
-                left[-1].add_(extras.to(left[-1].device))
-            return left
-        for target, term in zip(left, self._total(second), strict=True):
+                total[-1].add_(extras.to(total[-1].device))
+            return total
+        for target, term in zip(total, self._total(second), strict=True):
             target.add_(term)
-        return left
+        return total
 
     def _decode(self, shard: int, views: Sequence[Tensor], *, adds: bool) -> Tensor:
         return self.compressor.decode(shard, self.portion, self.incoming[shard], views, adds=adds)

@@ -140,12 +140,12 @@ class DeviceCoder:
     ) -> None:
         """form: the codec's device form. codec: its numpy form, which defines the state."""
         self._form, self._device = form, device
-        self._kept = {name: x.size for name, x in codec.initial_state().items()}
+        self._sizes = {name: x.size for name, x in codec.initial_state().items()}
         names = [f"{RESIDUAL}{spec.name}" for spec in layout]
-        self._names = [name if name in self._kept else "" for name in names]
+        self._names = [name if name in self._sizes else "" for name in names]
 
     def initial_state(self) -> Mapping[str, Tensor]:
-        return {name: torch.zeros(n, device=self._device) for name, n in self._kept.items()}
+        return {name: torch.zeros(n, device=self._device) for name, n in self._sizes.items()}
 
     def code(
         self, gradients: Sequence[Tensor], state: Mapping[str, Tensor], key: int
@@ -155,11 +155,11 @@ class DeviceCoder:
             flat + state[name] if name else flat
             for name, flat in zip(self._names, flats, strict=True)
         ]
-        payload = self._form.encode(wanted, key, leaves_rest=bool(self._kept))
+        payload = self._form.encode(wanted, key, leaves_rest=bool(self._sizes))
         host = to_host(payload).wait()
         self._form.decode(payload, host.numpy(), key, flats, adds=False)
-        kept = zip(self._names, wanted, strict=True)
-        return host, {name: rest for name, rest in kept if name}
+        residuals = zip(self._names, wanted, strict=True)
+        return host, {name: rest for name, rest in residuals if name}
 
     def decode(self, payload: Tensor, key: int, gradients: Sequence[Tensor], *, adds: bool) -> None:
         there = payload.to(self._device, non_blocking=True)
@@ -236,8 +236,8 @@ class TernaryForm:
             scales = largest(chosen)
             seeds = [derive(key, place) for place in self._coded]
             codes = [
-                kernels.quantise_stochastic(x, float(scale), seed)
-                for x, scale, seed in zip(chosen, scales, seeds, strict=True)
+                kernels.quantise_stochastic(tensor, float(scale), seed)
+                for tensor, scale, seed in zip(chosen, scales, seeds, strict=True)
             ]
         else:
             scales, codes = quantised(
@@ -282,21 +282,21 @@ def quantised(
     """Return (scales, codes) of finite tensors with these sums of magnitudes. leaves_rest: each
     tensor is replaced by its residual. Waits for the device once."""
     thresholds = [
-        float(threshold_of(threshold_fraction, total, x.numel()))
-        for x, total in zip(tensors, totals, strict=True)
+        float(threshold_of(threshold_fraction, total, tensor.numel()))
+        for tensor, total in zip(tensors, totals, strict=True)
     ]
-    kept = on_host(
+    sums = on_host(
         [
-            kernels.sum_magnitudes(x, threshold=threshold)
-            for x, threshold in zip(tensors, thresholds, strict=True)
+            kernels.sum_magnitudes(tensor, threshold=threshold)
+            for tensor, threshold in zip(tensors, thresholds, strict=True)
         ]
     )
-    scales = np.array([mean(float(total), int(num)) for total, num in kept], np.float32)
+    scales = np.array([mean(float(total), int(num)) for total, num in sums], np.float32)
     codes = [
         kernels.quantise_deterministic(
-            x, threshold, scale=float(scale), rest=x if leaves_rest else None
+            tensor, threshold, scale=float(scale), rest=tensor if leaves_rest else None
         )
-        for x, threshold, scale in zip(tensors, thresholds, scales, strict=True)
+        for tensor, threshold, scale in zip(tensors, thresholds, scales, strict=True)
     ]
     return scales, codes
 

@@ -68,10 +68,10 @@ def plan_portions(
     for index, (places, part) in enumerate(zip(held, parts, strict=True)):
         assert part is not None
         is_last = index == len(parts) - 1
-        own = buckets[index:] if is_last else buckets[index : index + 1]
+        own_buckets = buckets[index:] if is_last else buckets[index : index + 1]
         names = tuple(part.initial_state())
         size, coder = part.payload_bytes, HostCoder(part)
-        portions.append(Portion(index, own, places, size, names, coder, is_last))
+        portions.append(Portion(index, own_buckets, places, size, names, coder, is_last))
     return portions
 
 
@@ -158,7 +158,7 @@ class Compressor:
         """Begin a step; drop one not applied. `owned` may change only after `load_state`."""
         self._step, self._coded, self._units = step, {}, {}
         if self.keeps_state and owned != self._owned:
-            self._own(owned)
+            self._assign(owned)
 
     def weigh(self, shard: int, weight: float) -> None:
         """Set an own shard's weight, the first of its extras; required before `code`."""
@@ -173,15 +173,15 @@ class Compressor:
             )
         coded = self._coded.setdefault(shard, _Coded({}, {}))
         before = self._states[shard] if self.keeps_state else {}
-        kept = {name: before[name] for name in portion.state_names} if before else {}
+        residuals = {name: before[name] for name in portion.state_names} if before else {}
         chosen = gradients[portion.places.start : portion.places.stop]
-        own = self._units[shard]
+        divisor = self._units[shard]
         try:
-            if own != 1.0:
-                torch._foreach_div_(list(chosen), own)
-            payload, after = portion.coder.code(chosen, kept, self._key(shard))
-            if own != 1.0:
-                torch._foreach_mul_(list(chosen), own)
+            if divisor != 1.0:
+                torch._foreach_div_(list(chosen), divisor)
+            payload, after = portion.coder.code(chosen, residuals, self._key(shard))
+            if divisor != 1.0:
+                torch._foreach_mul_(list(chosen), divisor)
         except NonFiniteError as error:
             if not self._may_skip:
                 raise self._not_finite(error) from None
@@ -269,8 +269,8 @@ class Compressor:
         power of two. Other parts of the state do not depend on the scale."""
         self._states = {
             shard: {
-                name: kept * factor if name.startswith(RESIDUAL) else kept
-                for name, kept in state.items()
+                name: values * factor if name.startswith(RESIDUAL) else values
+                for name, values in state.items()
             }
             for shard, state in self._states.items()
         }
@@ -281,8 +281,8 @@ class Compressor:
 
     def take_traffic(self) -> Traffic:
         """Return the bytes sent since the last call."""
-        taken, self.traffic = self.traffic, Traffic()
-        return taken
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic
 
     def state(self) -> dict[str, Tensor]:
         """Return the residuals of this member's shards, as `residual/shard<k>/<parameter>`; empty
@@ -312,7 +312,7 @@ class Compressor:
                 raise InvalidInputError.at(f"state.residual/shard{shard}", "is incomplete")
         self._owned, self._states = None, dict(by_shard)
 
-    def _own(self, owned: range) -> None:
+    def _assign(self, owned: range) -> None:
         if self._owned is not None:
             raise RuntimeError(f"the residuals here are of shards {self._owned}, not {owned}")
         missing = [shard for shard in owned if shard not in self._states]

@@ -92,7 +92,7 @@ class GossipExchange:
         the copies to which coded moves are added; None without a codec."""
         self._link, self._rank, self._size = link, rank, len(nodes)
         self._waiter = None if link is None else Waiter(link, deadline_s=deadline_s)
-        self._own, self._weights, self._public = nodes[rank], weights, public
+        self._nodes, self._weights, self._public = nodes[rank], weights, public
         self._routes = _routes(rank, nodes, weights)
         self._pool: dict[tuple[int, int], Tensor] = {}
         self._scratch: dict[int, Tensor] = {}
@@ -119,9 +119,9 @@ class GossipExchange:
         """
         if self._public is not None:
             return self._mix_coded(step, tensors, self._public)
-        buckets = plan_buckets(tensors[self._own[0]])
+        buckets = plan_buckets(tensors[self._nodes[0]])
         first_tag = self._tags(len(buckets) * self.num_nodes)
-        distances = {node: Distances() for node in self._own}
+        distances = {node: Distances() for node in self._nodes}
         under_way: list[_Transit] = []
         for index, bucket in enumerate(buckets):
             while len(under_way) < min(index + WINDOW, len(buckets)):
@@ -129,7 +129,7 @@ class GossipExchange:
             failpoint("worker.gossip.mixing")
             transit = under_way[index]
             self._wait(transit.receives)
-            for node in self._own:
+            for node in self._nodes:
                 mixed = self._mixed(node, bucket, transit.flats, distances[node])
                 unflatten(bucket, mixed, tensors[node])
             self._wait(transit.sends)
@@ -142,7 +142,9 @@ class GossipExchange:
         device = torch.device("cpu")
         if self._link is not None and self._link.name in ON_DEVICE:
             device = next(iter(tensors.values()))[0].device
-        payloads = {node: public.encode(node, step, tensors[node]).to(device) for node in self._own}
+        payloads = {
+            node: public.encode(node, step, tensors[node]).to(device) for node in self._nodes
+        }
         for nodes in self._routes.back.values():
             for node in nodes:
                 payloads[node] = torch.empty(public.payload_bytes, dtype=torch.uint8, device=device)
@@ -152,7 +154,7 @@ class GossipExchange:
         for node, payload in payloads.items():
             public.advance(node, step, payload)
         distances = {
-            node: public.mix(node, self._weights[node], tensors[node]) for node in self._own
+            node: public.mix(node, self._weights[node], tensors[node]) for node in self._nodes
         }
         self._wait(sends)
         return distances
@@ -168,7 +170,7 @@ class GossipExchange:
         """
         first_tag = self._tags(2 * len(sizes))
         before, after = self._rank - 1, self._rank + 1
-        device = term(self._own[0], 0).device if sizes else torch.device("cpu")
+        device = term(self._nodes[0], 0).device if sizes else torch.device("cpu")
         totals = [torch.empty(size, dtype=torch.float64, device=device) for size in sizes]
         coming = (
             [self._receive(before, first_tag + i, total) for i, total in enumerate(totals)]
@@ -179,7 +181,7 @@ class GossipExchange:
         for index, total in enumerate(totals):
             if before >= 0:
                 self._wait([coming[index]])
-            for node in self._own:
+            for node in self._nodes:
                 value = term(node, index)
                 total.copy_(value) if node == 0 else total.add_(value)
             if after < self._size:
@@ -221,12 +223,12 @@ class GossipExchange:
     ) -> _Transit:
         """Start to send a bucket of this member's nodes, and to receive it from the neighbours."""
         bucket, tag = buckets[index], first_tag + index * self.num_nodes
-        like = tensors[self._own[0]][bucket.indices[0]]
+        like = tensors[self._nodes[0]][bucket.indices[0]]
         flats = {
             node: self._flat(node, index, bucket, like.device)
-            for node in {*self._own, *(n for nodes in self._routes.back.values() for n in nodes)}
+            for node in {*self._nodes, *(n for nodes in self._routes.back.values() for n in nodes)}
         }
-        for node in self._own:
+        for node in self._nodes:
             flatten(bucket, tensors[node], flats[node])
         return _Transit(flats, *self._exchange(flats, tag))
 
@@ -250,20 +252,20 @@ class GossipExchange:
         mixed = self._flat(-1, 0, bucket, device)
         buffers = [self._buffer(i, device) for i in range(4)]
         for part in _slices(bucket.numel):
-            acc, value, own, away = (buffer[: part.stop - part.start] for buffer in buffers)
-            own.copy_(flats[node][part])
+            acc, value, before, away = (buffer[: part.stop - part.start] for buffer in buffers)
+            before.copy_(flats[node][part])
             for place, (j, weight) in enumerate(self._weights[node].items()):
                 # Product and sum are separate, so that they are never fused: the bits must not
                 # depend on the place of an element in a vector.
                 target = value if place else acc
                 target.copy_(flats[j][part])
                 if j != node:
-                    distances.apart += weight * _square(torch.sub(target, own, out=away))
+                    distances.apart += weight * _square(torch.sub(target, before, out=away))
                 target.mul_(weight)
                 if place:
                     acc.add_(value)
             mixed[part].copy_(acc)
-            distances.moved += _square(torch.sub(acc, own, out=away))
+            distances.moved += _square(torch.sub(acc, before, out=away))
         return mixed
 
     def _flat(self, node: int, index: int, bucket: Bucket, device: torch.device) -> Tensor:

@@ -176,11 +176,11 @@ class CodedFreight:
             if shard not in step.live
         }
         for portion in portions:
-            own = [[flats[bucket] for bucket in portion.buckets] for flats in self._sets]
-            partials = dict(zip(step.nodes[self._rank], own, strict=False))
+            parts = [[flats[bucket] for bucket in portion.buckets] for flats in self._sets]
+            partials = dict(zip(step.nodes[self._rank], parts, strict=False))
             incoming = {shard: cut[portion.index] for shard, cut in pieces.items()}
             summing = Summing(self._buckets, compressor, portion, partials, incoming)
-            put(own[0], summing.total(step.num_live), self._divisor, portion.has_extras)
+            put(parts[0], summing.total(step.num_live), self._divisor, portion.has_extras)
 
     def _take_sums(self) -> None:
         views, start = self._buckets.views_of(self._sets[0], self._buckets.all), 0

@@ -81,7 +81,7 @@ class PublicCopies:
             spec, self._layout, job.seed, with_feedback=False, numerics=numerics
         )
         self._seed = job.seed if spec.seed is None else spec.seed
-        self._own = own
+        self._own_nodes = own
         self.name, self.step_size = spec.codec, spec.consensus_step
         self.payload_bytes = self._codec.payload_bytes
         self.raw_bytes = sum(tensor.raw_bytes for tensor in self._layout)
@@ -119,11 +119,11 @@ class PublicCopies:
         """
         distances = Distances()
         for place, (tensor, values) in enumerate(zip(tensors, _flats(tensors), strict=True)):
-            mine = self._copies[node][place].astype(np.float64)
-            pull = np.zeros_like(mine)
+            copy = self._copies[node][place].astype(np.float64)
+            pull = np.zeros_like(copy)
             for j, weight in weights.items():
                 if j != node:
-                    away = self._copies[j][place] - mine
+                    away = self._copies[j][place] - copy
                     distances.apart += weight * float(np.add.reduce(away * away))
                     pull += weight * away
             pull *= self.step_size
@@ -138,8 +138,8 @@ class PublicCopies:
             f"{PUBLIC}{spec.name}": torch.from_numpy(copy)
             for spec, copy in zip(self._layout, self._copies[node], strict=True)
         }
-        kept = {name: torch.from_numpy(value) for name, value in self._states[node].items()}
-        return {**copies, **kept}
+        codec_state = {name: torch.from_numpy(value) for name, value in self._states[node].items()}
+        return {**copies, **codec_state}
 
     def load(self, node: int, tensors: Mapping[str, Tensor]) -> None:
         """Load a node's copies; if the state has none, they begin equal to the node's model."""
@@ -150,7 +150,7 @@ class PublicCopies:
             for spec in self._layout
         ]
         initial = self._codec.initial_state()
-        if node in self._own:
+        if node in self._own_nodes:
             self._states[node] = {
                 name: _array(name, value.size, tensors) if name in tensors else value
                 for name, value in initial.items()
@@ -162,8 +162,8 @@ class PublicCopies:
 
     def take_traffic(self) -> Traffic:
         """Return the bytes sent since the last call."""
-        taken, self.traffic = self.traffic, Traffic()
-        return taken
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic
 
 
 def _flats(tensors: Sequence[Tensor]) -> list[FloatArray]:

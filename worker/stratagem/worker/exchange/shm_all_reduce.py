@@ -98,12 +98,12 @@ class SharedTransport:
         counts = [num_sets(member) for member in parties]
         num_norms = [0] * party.size if owners is None else [n + 1 for n in owners.num_norms]
         offsets = _offsets(buckets.layout, None if kept is None else NUM_WINDOWS)
-        self._kept = kept
+        self._kept_sums = kept
         sizes = [count * offsets[-1] for count in counts]
         further = [torch.float64.itemsize * count for count in num_norms]
         ends = [size + more for size, more in zip(sizes, further, strict=True)]
         starts = [-(-end // SLOT_BYTES) * SLOT_BYTES for end in ends]
-        rest_bytes = [0] * party.size if held is None else [sum(each) for each in held.sizes]
+        rest_bytes = [0] * party.size if held is None else [sum(blocks) for blocks in held.sizes]
         stops = [start + more for start, more in zip(starts, rest_bytes, strict=True)]
         more_bytes = shared_bytes(kept, buckets.layout, owners, party.size)
         shared = [stop + more for stop, more in zip(stops, more_bytes, strict=True)]
@@ -119,8 +119,8 @@ class SharedTransport:
         self.parameters: SharedParameters | None = None
         if held is not None:
             places = zip(segments, starts, stops, strict=True)
-            rest = [segment[start:stop] for segment, start, stop in places]
-            self.parameters = SharedParameters(self, held, party.rank, rest)
+            memory = [segment[start:stop] for segment, start, stop in places]
+            self.parameters = SharedParameters(self, held, party.rank, memory)
         if kept is None:
             buckets.move_to(self._sets[party.rank])
         self._sums = self._place_sums([s[stop:] for s, stop in zip(segments, stops, strict=True)])
@@ -139,14 +139,14 @@ class SharedTransport:
     def _place_sums(self, memory: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """Return the sums of slices by rank, after moving this member's sums there. memory: the
         rest of each segment."""
-        if self._kept is None or self._kept.mirrored is None or self._owners is None:
+        if self._kept_sums is None or self._kept_sums.mirrored is None or self._owners is None:
             return [sets[0] for sets in self._sets]
         layout, owners = self._buckets.layout, self._owners
-        found: list[Sequence[Tensor]] = [
-            kept_in(each, layout, owners, rank) for rank, each in enumerate(memory)
+        sums: list[Sequence[Tensor]] = [
+            kept_in(segment, layout, owners, rank) for rank, segment in enumerate(memory)
         ]
-        self._kept.move_to(found[self._party.rank])
-        return found
+        self._kept_sums.move_to(sums[self._party.rank])
+        return sums
 
     def begin(
         self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
@@ -154,14 +154,14 @@ class SharedTransport:
         if len(sets) > len(self._sets[self._party.rank]):
             raise ValueError(f"{len(sets)} sets, but the members share fewer")
         if step.num_live not in self._prepared:
-            prepared = prepare_blocks(self._party, step, self._sets, self._owners, self._kept)
+            prepared = prepare_blocks(self._party, step, self._sets, self._owners, self._kept_sums)
             self._prepared[step.num_live] = prepared
         self._blocks, self._divisor = self._prepared[step.num_live], divisor
         self._given = sets[: len(step.nodes[self._party.rank])]
         self._num_launched = self._num_reduced = 0
 
     def launch(self, bucket: int) -> None:
-        if self._kept is not None:
+        if self._kept_sums is not None:
             self._fill_window(bucket)
         self._num_launched = bucket + 1
         self._group.send_token()
@@ -177,7 +177,7 @@ class SharedTransport:
             raise ExchangeError(self._error)
         try:
             self._reduce_rest()
-            if self._kept is not None:
+            if self._kept_sums is not None:
                 self._buckets.tensors(0)[-1].copy_(self._sets[self._party.rank][0][-1])
         except ExchangeError as error:
             self._error = str(error)
@@ -228,8 +228,8 @@ class SharedTransport:
             count = self._first_token + self._num_reduced + 1
             self._group.hear(count, self._first_token + self._num_buckets + 1, self.deadline_s)
             self._reduce_next()
-        for shared, own in zip(self._sets[self._party.rank], self._given, strict=False):
-            shared[bucket].copy_(own[bucket])
+        for shared, flats in zip(self._sets[self._party.rank], self._given, strict=False):
+            shared[bucket].copy_(flats[bucket])
         if bucket < self._num_buckets - 1:
             self._buckets.give_back(bucket)
 
@@ -303,16 +303,16 @@ def prepare_blocks(
     """Return by bucket the blocks that this member adds; the blocks of all members cover each
     bucket once. owners: those of sums that stay with them. kept: those sums' place, if not set
     0."""
-    own = sets[party.rank][0]
+    flats = sets[party.rank][0]
     blocks = []
-    for bucket, flat in enumerate(own):
-        is_extras = bucket == len(own) - 1
+    for bucket, flat in enumerate(flats):
+        is_extras = bucket == len(flats) - 1
         slices = None if owners is None or is_extras else owners.slices[bucket]
         start, stop = _equal_slice(flat, party) if slices is None else slices[party.rank]
         stays = _Staying(slices is not None, kept)
         step_numel = BLOCK_BYTES // flat.element_size()
         ends = [(at, min(at + step_numel, stop)) for at in range(start, stop, step_numel)]
-        blocks.append([_block(party, step, sets, bucket, *each, stays=stays) for each in ends])
+        blocks.append([_block(party, step, sets, bucket, *bounds, stays=stays) for bounds in ends])
     return blocks
 
 
@@ -343,13 +343,13 @@ def _block(
     def part(rank: int, index: int) -> Tensor:
         return sets[rank][index][bucket].narrow(0, start, stop - start)
 
-    own = total = part(party.rank, 0)
+    first = total = part(party.rank, 0)
     if stays.stays and stays.kept is not None:
         total = stays.kept.part(bucket, start, stop)
     partials: dict[Node, Tensor] = {}
     for rank, nodes in enumerate(step.nodes):
         for index, node in enumerate(nodes):
-            partials[node] = own if (rank, index) == (party.rank, 0) else part(rank, index)
+            partials[node] = first if (rank, index) == (party.rank, 0) else part(rank, index)
     return Block(
         additions=tree_additions(partials, step.num_live, total),
         total=total,

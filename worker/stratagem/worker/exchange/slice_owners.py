@@ -49,7 +49,7 @@ class SliceOwners:
     @property
     def num_norms(self) -> tuple[int, ...]:
         """Number of norms of each rank's gradients."""
-        return tuple(sum(part.num_blocks for part in own) for own in self.parts)
+        return tuple(sum(part.num_blocks for part in parts) for parts in self.parts)
 
     def mirrored_rank(self, rank: int) -> int:
         """Return the rank whose parts this rank mirrors: the one before it."""
@@ -57,14 +57,14 @@ class SliceOwners:
 
     def places_of_norms(self) -> list[list[tuple[int, range]]]:
         """Return for each parameter the ranks that have its norms, and the norms' indices there."""
-        found: dict[int, list[tuple[int, int, range]]] = {}
-        for rank, own in enumerate(self.parts):
+        places: dict[int, list[tuple[int, int, range]]] = {}
+        for rank, parts in enumerate(self.parts):
             start = 0
-            for part in own:
+            for part in parts:
                 at = range(start, start + part.num_blocks)
-                found.setdefault(part.index, []).append((part.first, rank, at))
+                places.setdefault(part.index, []).append((part.first, rank, at))
                 start = at.stop
-        return [[(rank, at) for _, rank, at in sorted(found[i])] for i in range(len(found))]
+        return [[(rank, at) for _, rank, at in sorted(places[i])] for i in range(len(places))]
 
 
 def divide_slices(layout: BucketLayout, size: int) -> SliceOwners:
@@ -88,7 +88,7 @@ def divide_slices(layout: BucketLayout, size: int) -> SliceOwners:
             first, offset = (held.first, held.offset) if held else (block.first, block.offset)
             parts[rank][block.index] = OwnedPart(block.index, first, block.stop, bucket, offset)
         slices.append(_ranges(starts, flat.numel))
-    ordered = (tuple(own[index] for index in sorted(own)) for own in parts)
+    ordered = (tuple(owned[index] for index in sorted(owned)) for owned in parts)
     return SliceOwners(tuple(slices), tuple(ordered))
 
 
@@ -174,11 +174,11 @@ def shared_bytes(
 def kept_in(memory: Tensor, layout: BucketLayout, owners: SliceOwners, rank: int) -> list[Tensor]:
     """Return a member's flat sums by bucket in this memory; each begins at a multiple of
     SLOT_BYTES."""
-    found, start = list[Tensor](), 0
+    sums, start = list[Tensor](), 0
     for bucket, (num_bytes, size) in enumerate(_places(layout, owners, rank)):
-        found.append(memory[start : start + num_bytes].view(layout.buckets[bucket].dtype))
+        sums.append(memory[start : start + num_bytes].view(layout.buckets[bucket].dtype))
         start += size
-    return found
+    return sums
 
 
 def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[int, int]]:
@@ -225,10 +225,10 @@ def hold_blocks(
     item_bytes: the element size of each parameter."""
     block_of = {index: number for number, block in enumerate(blocks) for index in block}
     parts, sizes = [], []
-    for own in owners.parts:
+    for owned in owners.parts:
         held: list[list[HeldPart]] = [[] for _ in blocks]
         ends = [0] * len(blocks)
-        for part in own:
+        for part in owned:
             number = block_of[part.index]
             held[number].append(HeldPart(part, ends[number]))
             size = (part.stop - part.first) * item_bytes[part.index]

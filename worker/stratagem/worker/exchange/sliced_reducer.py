@@ -43,25 +43,25 @@ def sliced_exchange(
         lone = None if held is None else LoneParameters(held, buckets.device)
         return GradientReducer(buckets, party, solo, slices=slices, parameters=lone)
     party = ShardOwners(link.rank, link.size, num_shards)
-    kept = None
+    sums = None
     if buckets.gives_back:
         layout, device = buckets.layout, buckets.device
-        kept = keep_sums(layout, owners, party.rank, device, is_mirrored=is_mirrored)
+        sums = keep_sums(layout, owners, party.rank, device, is_mirrored=is_mirrored)
     if isinstance(link, SharedGroup):
         shared = SharedTransport(
-            link, buckets, party, deadline_s=deadline_s, owners=owners, held=held, kept=kept
+            link, buckets, party, deadline_s=deadline_s, owners=owners, held=held, kept=sums
         )
         slices = SliceExchange(
-            buckets, owners, party.rank, shared, is_mirrored=is_mirrored, kept=kept
+            buckets, owners, party.rank, shared, is_mirrored=is_mirrored, kept=sums
         )
         return GradientReducer(buckets, party, shared, slices=slices, parameters=shared.parameters)
     buckets.hold()
     parameters = None
     if held is not None:
         whole, link = link, FragmentLink(link, 0, 2)
-        rest = FragmentLink(whole, 1, 2)
-        parameters = LinkParameters(rest, held, buckets.device, deadline_s=deadline_s)
-    lent = None if kept is None else LentBuckets(buckets, kept)
+        block_link = FragmentLink(whole, 1, 2)
+        parameters = LinkParameters(block_link, held, buckets.device, deadline_s=deadline_s)
+    lent = None if sums is None else LentBuckets(buckets, sums)
     method = DirectMethod(link, buckets.layout, party, owners, lent)
     transport = MeshTransport(
         link,
@@ -70,8 +70,8 @@ def sliced_exchange(
         deadline_s=deadline_s,
         num_further_tags=num_gather_tags(buckets, owners),
     )
-    over = LinkSlices(transport, link, buckets, owners, is_mirrored=is_mirrored, kept=kept)
-    slices = SliceExchange(buckets, owners, party.rank, over, is_mirrored=is_mirrored, kept=kept)
+    over = LinkSlices(transport, link, buckets, owners, is_mirrored=is_mirrored, kept=sums)
+    slices = SliceExchange(buckets, owners, party.rank, over, is_mirrored=is_mirrored, kept=sums)
     return GradientReducer(buckets, party, transport, slices=slices, parameters=parameters)
 
 

@@ -40,15 +40,15 @@ class SliceExchange:
         """is_mirrored: this member also updates the previous member's slice. kept: the storage of
         own sums, if not in buckets."""
         self._buckets, self._owners, self._rank = buckets, owners, rank
-        self._transport, self._kept = transport, kept
-        self._own = owners.parts[rank]
+        self._transport, self._kept_sums = transport, kept
+        self._parts = owners.parts[rank]
         self._mirrored = owners.mirrored_rank(rank) if is_mirrored else None
         self._places = owners.places_of_norms()
 
     def divide(self, divisor: float) -> None:
         """Divide this member's sums, in the bucket's (widest) type."""
-        if self._kept is not None:
-            for flat in self._kept.flats:
+        if self._kept_sums is not None:
+            for flat in self._kept_sums.flats:
                 flat.div_(divisor)
             return
         for flat, slices in zip(self._buckets.tensors(0), self._owners.slices, strict=False):
@@ -58,9 +58,9 @@ class SliceExchange:
     def sums(self) -> list[Tensor]:
         """Return the flat sums of this member's parts, in order: views of the exchange's
         storage."""
-        if self._kept is not None:
-            return [_kept_part_of(self._kept, part) for part in self._own]
-        return [_part_of(self._buckets.tensors(0), part) for part in self._own]
+        if self._kept_sums is not None:
+            return [_kept_part_of(self._kept_sums, part) for part in self._parts]
+        return [_part_of(self._buckets.tensors(0), part) for part in self._parts]
 
     def mirrored_sums(self) -> list[Tensor]:
         """Return the sums of the previous member's parts, which this member updates too; none
@@ -68,17 +68,17 @@ class SliceExchange:
         if self._mirrored is None:
             return []
         sources, parts = self._transport.open_sums(), self._owners.parts[self._mirrored]
-        if self._kept is not None and self._kept.mirrored is not None:
-            here = self._kept.mirrored
-            there = KeptSums(list(sources), here.starts)
-            found = [_kept_part_of(here, part) for part in parts]
-            given = [_kept_part_of(there, part) for part in parts]
+        if self._kept_sums is not None and self._kept_sums.mirrored is not None:
+            mirror = self._kept_sums.mirrored
+            origin = KeptSums(list(sources), mirror.starts)
+            targets = [_kept_part_of(mirror, part) for part in parts]
+            given = [_kept_part_of(origin, part) for part in parts]
         else:
-            found = [_part_of(self._buckets.tensors(0), part) for part in parts]
+            targets = [_part_of(self._buckets.tensors(0), part) for part in parts]
             given = [_part_of(sources, part) for part in parts]
-        moved = [each for each in zip(found, given, strict=True) if _are_apart(*each)]
+        moved = [pair for pair in zip(targets, given, strict=True) if _are_apart(*pair)]
         _copy([target for target, _ in moved], [source for _, source in moved])
-        return found
+        return targets
 
     def gather_norms(
         self,
@@ -97,17 +97,17 @@ class SliceExchange:
             torch.zeros(part.num_blocks, dtype=torch.float64, device=self._buckets.device)
             if norms is None
             else norms.reshape(-1)
-            for part, norms in zip(self._own, own, strict=True)
+            for part, norms in zip(self._parts, own, strict=True)
         ]
-        mine = torch.cat(values).cpu() if values else torch.zeros(0, dtype=torch.float64)
-        is_finite = bool(torch.isfinite(mine).all()) or are_finite()
-        given = self._transport.gather_norms(torch.cat([mine, torch.tensor([float(is_finite)])]))
-        found = [
+        numbers = torch.cat(values).cpu() if values else torch.zeros(0, dtype=torch.float64)
+        is_finite = bool(torch.isfinite(numbers).all()) or are_finite()
+        given = self._transport.gather_norms(torch.cat([numbers, torch.tensor([float(is_finite)])]))
+        norm_parts = [
             torch.cat([given[rank][at.start : at.stop] for rank, at in places])
             for places, count in zip(self._places, reached, strict=True)
             if count
         ]
-        return found, all(bool(each[-1]) for each in given)
+        return norm_parts, all(bool(flat[-1]) for flat in given)
 
     def share(self, pieces: Sequence[Tensor], params: Sequence[nn.Parameter]) -> None:
         """Copy the updated own parts (flat, in order) into the parameters of all members, and the
@@ -132,8 +132,8 @@ def _part_of(flats: Sequence[Tensor], part: OwnedPart) -> Tensor:
     return flats[part.bucket].narrow(0, part.offset, part.stop - part.first)
 
 
-def _kept_part_of(kept: KeptSums, part: OwnedPart) -> Tensor:
-    return kept.part(part.bucket, part.offset, part.offset + part.stop - part.first)
+def _kept_part_of(sums: KeptSums, part: OwnedPart) -> Tensor:
+    return sums.part(part.bucket, part.offset, part.offset + part.stop - part.first)
 
 
 def _are_apart(one: Tensor, other: Tensor) -> bool:
@@ -216,7 +216,7 @@ class LinkSlices:
         self._by_rank[self._rank].copy_(own)
         self._transport.run_between(self._run, self._gather_norms)
         host = self._norms.cpu()
-        return list(torch.split(host, [len(each) for each in self._by_rank]))
+        return list(torch.split(host, [len(norms) for norms in self._by_rank]))
 
     def open_sums(self) -> Sequence[Tensor]:
         """Receive the previous member's sums; return the buckets or the storage that have them."""
@@ -238,7 +238,7 @@ def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
 
 
 def _prepare_kept(
-    link: Link, cuts: Sequence[Cut], owners: SliceOwners, kept: KeptSums, mirrored: KeptSums
+    link: Link, cuts: Sequence[Cut], owners: SliceOwners, sums: KeptSums, mirrored: KeptSums
 ) -> Gathering:
     """Return the transfers of this member's sums to the next member, and of the previous member's
     sums to here; their tags follow those of `_prepare`."""
@@ -248,7 +248,7 @@ def _prepare_kept(
     for tag, cut in enumerate(cuts, start=1 + len(cuts)):
         (start, stop), (first, end) = cut.slices[link.rank], cut.slices[before]
         if start < stop:
-            sends.append(Transfer(after, tag, kept.part(cut.bucket, start, stop)))
+            sends.append(Transfer(after, tag, sums.part(cut.bucket, start, stop)))
         if first < end:
             receives.append(Transfer(before, tag, mirrored.part(cut.bucket, first, end)))
     return Gathering(tuple(sends), tuple(receives))

@@ -186,13 +186,13 @@ class LoneParameters:
 
     def __init__(self, held: HeldBlocks, device: torch.device) -> None:
         self.held = held
-        self._own = own_memory(held, 0, device)
+        self._memory = own_memory(held, 0, device)
 
     def memory(self) -> Sequence[Tensor]:
-        return self._own
+        return self._memory
 
     def fetch(self, block: int) -> Sequence[Tensor]:
-        return [self._own[block]]
+        return [self._memory[block]]
 
     def end_passes(self) -> None: ...
 

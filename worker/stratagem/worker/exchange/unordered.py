@@ -77,10 +77,10 @@ class RingMethod:
             tag = first_tag + size - 1 + step
             self._pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size], tag, turn)
 
-    def _pass_on(self, given: Tensor, taken: Tensor, tag: int, turn: Turn) -> None:
+    def _pass_on(self, given: Tensor, target: Tensor, tag: int, turn: Turn) -> None:
         rank, size = self._link.rank, self._link.size
         sends = [Transfer((rank + 1) % size, tag, given)] if given.numel() else []
-        receives = [Transfer((rank - 1) % size, tag, taken)] if taken.numel() else []
+        receives = [Transfer((rank - 1) % size, tag, target)] if target.numel() else []
         received, sent = start_transfers(self._link, 0, sends, receives)
         turn.wait(received + sent)
 

@@ -196,7 +196,7 @@ class ClientRunner:
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
         logged: LoggedSums = {}
-        shown: dict[str, float] = {}
+        latest: dict[str, float] = {}
         num_rows = num_steps = num_skipped = 0
         is_ended = False
         self._passes.gather.expect(
@@ -217,13 +217,13 @@ class ClientRunner:
                     logged = added(logged, report.counted.logged)
                     if math.isfinite(report.grad_norm):
                         max_norm = max(max_norm, report.grad_norm)
-                own: Mapping[str, float] = {}
+                values: Mapping[str, float] = {}
                 if sees_steps:
                     seen = _seen(num_steps, rows, report)
                     self._callbacks.saw_step(seen)
-                    own, is_ended = seen.logged, seen.wants_end
-                    shown = {**shown, **own}
-                after_step(ClientStep(num_steps, len(rows.indices), report, own))
+                    values, is_ended = seen.logged, seen.wants_end
+                    latest = {**latest, **values}
+                after_step(ClientStep(num_steps, len(rows.indices), report, values))
                 if is_ended:
                     break
         finally:
@@ -238,7 +238,7 @@ class ClientRunner:
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
         may_skip = self._job.window.may_skip or num_skipped  # else by the scale of a 16-bit loss
         skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
-        metrics = {"max_grad_norm": max_norm, **skipped, **means(logged), **shown}
+        metrics = {"max_grad_norm": max_norm, **skipped, **means(logged), **latest}
         num_samples = num_rows // self._strategy.options.local_epochs
         if is_ended or protected is not None:  # it weighs as it would have, or without a draw
             num_samples = max(1, num_samples) if isinstance(data, StreamDataset) else len(data)
@@ -475,7 +475,7 @@ def loss_before(
         *(passes.objective, {}, batch_size),
     )
     model.eval()
-    share = EvaluationShare((_SPLIT,), 0, 1, lambda _batch, _left: check(), {})
+    share = EvaluationShare((_SPLIT,), 0, 1, lambda _batch, _num_left: check(), {})
     total = weight = 0.0
     for part in evaluator.parts_of(share):
         total += part.sums["loss"]

@@ -70,9 +70,9 @@ def clipped_change(
     """
     changes, of_storage, result = dict[str, Tensor](), dict[tuple[object, ...], str](), {}
     for name, tensor in trained.items():
-        known = of_storage.setdefault(_place(name, tensor), name)
-        result[name] = known
-        if known == name:
+        first = of_storage.setdefault(_place(name, tensor), name)
+        result[name] = first
+        if first == name:
             changes[name] = _difference(base[name], tensor)
     length = _norm(changes.values())
     is_within = length <= norm
@@ -80,7 +80,7 @@ def clipped_change(
     while _norm(sent.values()) > norm:
         shrink = 2 * shrink or _SHORTER
         sent = _scaled(changes, trained, min(1.0, norm / length) * (1 - shrink))
-    return ClippedChange({name: sent[known] for name, known in result.items()}, is_within)
+    return ClippedChange({name: sent[first] for name, first in result.items()}, is_within)
 
 
 def _place(name: str, tensor: Tensor) -> tuple[object, ...]:
@@ -343,15 +343,15 @@ class RowGradients:
         size = max(
             1, min(_MAX_ROWS, _MAX_NUMBERS // max(1, sum(map(Tensor.numel, params.values()))))
         )
-        gradients, here = _row_gradients(self.passes, params), per_thread.activity
+        gradients, activity = _row_gradients(self.passes, params), per_thread.activity
         for first in range(0, rows.indices.shape[0], size):
-            here.check()
+            activity.check()
             part = slice(first, first + size)
             with user_code(rows.activity):
-                own = gradients(params, *tree_map(itemgetter(part), (x, y)))
-            factors = _factors(own, self.clip_norm)
+                stacked = gradients(params, *tree_map(itemgetter(part), (x, y)))
+            factors = _factors(stacked, self.clip_norm)
             for name, total in sums.items():
-                total.add_(_shrunk(own[name], factors).sum(0))
+                total.add_(_shrunk(stacked[name], factors).sum(0))
 
     def _noised(self, name: str, total: Tensor) -> Tensor:
         sigma = self.costs.noise_multiplier * self.clip_norm
@@ -386,7 +386,7 @@ def _one_by_one(of_row: Gradients) -> Gradients:
     def of_rows(params: Params, x: Any, y: Any) -> Params:
         num_rows = tree_leaves(x)[0].shape[0]
         rows = [of_row(params, *tree_map(itemgetter(row), (x, y))) for row in range(num_rows)]
-        return {name: torch.stack([own[name] for own in rows]) for name in params}
+        return {name: torch.stack([gradients[name] for gradients in rows]) for name in params}
 
     return of_rows
 

@@ -96,26 +96,26 @@ class SecureClient:
     def check_new(self, job: str) -> RoundRecord | None:
         """Return the record of this attempt, None if there is none. Raises RefusedBySiteError if a
         later attempt has begun, or if this round was opened in another attempt."""
-        known, number, attempt = self._store.find(self._key), *self._place
-        if known is None:
+        saved, number, attempt = self._store.find(self._key), *self._place
+        if saved is None:
             return None
-        if known.last_opened >= number and (known.round_num, known.attempt) != (number, attempt):
+        if saved.last_opened >= number and (saved.round_num, saved.attempt) != (number, attempt):
             raise RefusedBySiteError(
-                f"client {self._client} has opened its shares of round {known.last_opened} of this "
+                f"client {self._client} has opened its shares of round {saved.last_opened} of this "
                 f"run, and takes part in no other sum of round {number}: the difference of two "
                 "sums could be one client's update; begin a new run from the last commit"
             )
-        if (known.round_num, known.attempt) > (number, attempt):
+        if (saved.round_num, saved.attempt) > (number, attempt):
             raise RefusedBySiteError(
                 f"attempt {attempt} of round {number} is over for client {self._client}"
             )
-        if (known.round_num, known.attempt) < (number, attempt):
+        if (saved.round_num, saved.attempt) < (number, attempt):
             return None
-        if known.job != job:
+        if saved.job != job:
             raise RefusedBySiteError(f"client {self._client} has posted keys for another job")
-        if not known.root:
+        if not saved.root:
             raise self._lost()
-        return known
+        return saved
 
     def post_keys(self, job: str, spec: SecureAggregation, audit: Mapping[str, JSON]) -> SignedKeys:
         """Return the client's signed public keys, the same again for the same attempt. job: SHA-256
@@ -149,9 +149,9 @@ class SecureClient:
         others = self._neighbours(record.spec, members, ring_seed, pins)
         if [peer.client for peer in peers] != list(others):
             raise InvalidInputError("the keys are not those of the client's neighbours, in order")
-        known = {peer.client: self._checked(peer, pins) for peer in peers}
-        self._check_different(record, known, pins)
-        setup = self._setup(members, ring_seed, known)
+        keys_of = {peer.client: self._checked(peer, pins) for peer in peers}
+        self._check_different(record, keys_of, pins)
+        setup = self._setup(members, ring_seed, keys_of)
         if record.setup and record.setup != setup:
             raise RefusedBySiteError(
                 f"client {self._client} has shared its secrets among other clients already"
@@ -162,11 +162,11 @@ class SecureClient:
                 setup=setup,
                 members=tuple(members),
                 ring_seed=ring_seed.hex(),
-                neighbours=known,
+                neighbours=keys_of,
             )
             self._store.save(record)
         needed = shares_needed(record.spec.threshold, len(others) + 1)
-        share_keys = {client: bytes.fromhex(keys.share_key) for client, keys in known.items()}
+        share_keys = {client: bytes.fromhex(keys.share_key) for client, keys in keys_of.items()}
         context = self._context(record, self._client)
         return self._secrets(record).sealed_shares(share_keys, needed, context)
 
@@ -254,8 +254,8 @@ class SecureClient:
             for other in present
         }
         needed = shares_needed(record.spec.threshold, len(record.neighbours) + 1)
-        own = self._context(record, self._client)
-        held[self._client] = secrets.own_share(list(record.neighbours), needed, own)
+        context = self._context(record, self._client)
+        held[self._client] = secrets.own_share(list(record.neighbours), needed, context)
         if record.last_opened < record.round_num:
             self._store.save(replace(record, last_opened=record.round_num))
             failpoint("worker.secure.opening_kept")
@@ -266,10 +266,10 @@ class SecureClient:
         return self._round.round_num, self._round.attempt
 
     def _record(self) -> RoundRecord:
-        known = self._store.find(self._key)
-        if known is None or (known.round_num, known.attempt) != self._place or not known.root:
+        record = self._store.find(self._key)
+        if record is None or (record.round_num, record.attempt) != self._place or not record.root:
             raise self._lost()
-        return known
+        return record
 
     def _shared_record(self) -> RoundRecord:
         record = self._record()
@@ -329,31 +329,31 @@ class SecureClient:
         return PeerKeys(peer.share_key.hex(), peer.mask_key.hex(), peer.signed.identity.hex())
 
     def _check_different(
-        self, record: RoundRecord, known: Mapping[int, PeerKeys], pins: PeerPins | None
+        self, record: RoundRecord, keys_of: Mapping[int, PeerKeys], pins: PeerPins | None
     ) -> None:
         """Refuse duplicate keys, and with pinned peers also one worker for two clients: its owner
         could unmask clients with few other neighbours."""
-        own = self._secrets(record).public
-        every = [own.share_key.hex(), own.mask_key.hex()]
-        every += [key for keys in known.values() for key in (keys.share_key, keys.mask_key)]
+        public = self._secrets(record).public
+        every = [public.share_key.hex(), public.mask_key.hex()]
+        every += [key for keys in keys_of.values() for key in (keys.share_key, keys.mask_key)]
         if len(set(every)) < len(every):
             raise InvalidInputError("two clients have posted the same key")
         if pins is None:
             return
-        mine = self._signer.identity(bytes.fromhex(record.root)).identity.hex()
-        holders = [mine, *(keys.identity for keys in known.values())]
+        identity = self._signer.identity(bytes.fromhex(record.root)).identity.hex()
+        holders = [identity, *(keys.identity for keys in keys_of.values())]
         if len(set(holders)) < len(holders):
             raise RefusedBySiteError(
                 "two clients have one certificate, and the site pins its peers"
             )
 
     def _setup(
-        self, members: Sequence[int], ring_seed: bytes, known: Mapping[int, PeerKeys]
+        self, members: Sequence[int], ring_seed: bytes, keys_of: Mapping[int, PeerKeys]
     ) -> str:
         parts = [self._round.of_members(members, ring_seed)]
-        for client, keys in sorted(known.items()):
+        for client, keys in sorted(keys_of.items()):
             parts += [client.to_bytes(8, "big")]
-            parts += [bytes.fromhex(each) for each in (keys.share_key, keys.mask_key)]
+            parts += [bytes.fromhex(key) for key in (keys.share_key, keys.mask_key)]
             parts += [hashlib.sha256(bytes.fromhex(keys.identity)).digest()]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -362,8 +362,8 @@ class SecureClient:
         members = self._round.of_members(record.members, bytes.fromhex(record.ring_seed))
         return self._round.transcript("holders", owner, members)
 
-    def _check_clients(self, field: str, clients: Sequence[int], known: Sequence[int]) -> None:
-        if list(clients) != sorted(set(clients)) or not set(clients) <= set(known):
+    def _check_clients(self, field: str, clients: Sequence[int], allowed: Sequence[int]) -> None:
+        if list(clients) != sorted(set(clients)) or not set(clients) <= set(allowed):
             raise InvalidInputError.at(field, "is no increasing list of clients of the round")
 
     def _check_enough(self, record: RoundRecord, clients: Sequence[int], what: str) -> None:

@@ -85,40 +85,42 @@ class SecureRounds:
     def _answer(self, request: pb.SecureRoundRequest) -> pb.SecureRoundResponse:
         party = Party(request.party)
         of_round = SecureRound(request.run_id, party, request.round_num, request.attempt)
-        own = self._client(of_round, request.client)
+        client = self._client(of_round, request.client)
         match request.WhichOneof("step"):
             case "post_keys":
-                keys = self._posted(request, own)
-                return self._told(request, pb.SecureRoundResponse(keys=_keys_proto(keys)))
+                keys = self._posted(request, client)
+                return self._audited(request, pb.SecureRoundResponse(keys=_keys_proto(keys)))
             case "share_secrets":
-                return self._told(request, self._shares(request, own))
+                return self._audited(request, self._shares(request, client))
             case "sign_survivors":
-                signature = own.sign_survivors(tuple(request.sign_survivors.survivors))
+                signature = client.sign_survivors(tuple(request.sign_survivors.survivors))
                 signed = pb.SurvivorSignature(client=request.client, signature=signature)
-                return self._told(request, pb.SecureRoundResponse(signature=signed))
+                return self._audited(request, pb.SecureRoundResponse(signature=signed))
             case _:
-                return self._told(request, _opened(request, own))
+                return self._audited(request, _opened(request, client))
 
-    def _posted(self, request: pb.SecureRoundRequest, own: SecureClient) -> SignedKeys:
+    def _posted(self, request: pb.SecureRoundRequest, client: SecureClient) -> SignedKeys:
         job_json, audit = request.post_keys.job_json, dict[str, JSON]()
         job, digest = JobSpec.from_json(job_json), _digest(job_json)
         strategy = job.strategy
         spec = strategy.options.secure_aggregation if isinstance(strategy, Federated) else None
         if spec is None:
             raise InvalidInputError.at("job_json", "the job has no secure_aggregation")
-        if own.check_new(digest) is None and self._site is not None:
+        if client.check_new(digest) is None and self._site is not None:
             audit.update(self._site.admit(_as_plan(request), job).record)
-        return own.post_keys(digest, spec, audit)
+        return client.post_keys(digest, spec, audit)
 
-    def _shares(self, request: pb.SecureRoundRequest, own: SecureClient) -> pb.SecureRoundResponse:
+    def _shares(
+        self, request: pb.SecureRoundRequest, client: SecureClient
+    ) -> pb.SecureRoundResponse:
         step = request.share_secrets
-        peers = [_keys_from(each) for each in step.neighbours]
+        peers = [_keys_from(keys) for keys in step.neighbours]
         pins = None if self._site is None else self._site.site.pins
-        sealed = own.share_secrets(tuple(step.members), step.ring_seed, peers, pins)
+        sealed = client.share_secrets(tuple(step.members), step.ring_seed, peers, pins)
         shares = [pb.SealedShare(client=c, sealed=data) for c, data in sorted(sealed.items())]
         return pb.SecureRoundResponse(shares=pb.SealedShares(shares=shares))
 
-    def _told(
+    def _audited(
         self, request: pb.SecureRoundRequest, answer: pb.SecureRoundResponse
     ) -> pb.SecureRoundResponse:
         """Return an answer after writing it to the site's audit."""
@@ -141,12 +143,12 @@ class SecureRounds:
         return answer
 
 
-def _opened(request: pb.SecureRoundRequest, own: SecureClient) -> pb.SecureRoundResponse:
+def _opened(request: pb.SecureRoundRequest, secure_client: SecureClient) -> pb.SecureRoundResponse:
     step = request.open_shares
-    opened = own.open_shares(
+    opened = secure_client.open_shares(
         tuple(step.survivors),
-        {each.client: each.signature for each in step.signatures},
-        {each.client: each.sealed for each in step.shares},
+        {signed.client: signed.signature for signed in step.signatures},
+        {share.client: share.sealed for share in step.shares},
     )
     shares = [
         pb.OpenedShare(client=client, is_of_mask_key=is_of_key, share=share)

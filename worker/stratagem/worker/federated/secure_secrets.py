@@ -132,7 +132,7 @@ class SecretStore:
     def forget_run(self, run_id: str) -> None:
         """Delete the secrets of a run that is over; keep which of its rounds were opened."""
         with self.lock:
-            for record in [each for each in self._records.values() if each.run_id == run_id]:
+            for record in [stored for stored in self._records.values() if stored.run_id == run_id]:
                 if record.root:
                     self.save(record.forgotten())
 
@@ -232,8 +232,8 @@ class WorkerSigner:
         if self._tls is None:
             raise InvalidInputError("peers are pinned, and this worker has no certificates")
         leaf = _certificate(who, signed.identity)
-        between = [_certificate(who, each) for each in signed.issuers[:_MAX_LINKS]]
-        own = self._tls.identity()
+        between = [_certificate(who, issuer) for issuer in signed.issuers[:_MAX_LINKS]]
+        identity = self._tls.identity()
         authorities = certificates_in("tls_ca", self._tls.ca)
         now = datetime.now(UTC)
         if not _is_issued(leaf, between, authorities, now):
@@ -241,7 +241,7 @@ class WorkerSigner:
                 f"{who}: no authority of this worker has issued its certificate"
             )
         cert_id = CertId.from_uris(uris_of(leaf))
-        if cert_id.role is not Role.WORKER or cert_id.trust_domain != own.trust_domain:
+        if cert_id.role is not Role.WORKER or cert_id.trust_domain != identity.trust_domain:
             raise InvalidInputError(
                 f"{who}: its certificate is of {cert_id}, and of no worker here"
             )
@@ -281,7 +281,7 @@ def _own_identity(root: bytes) -> SignedIdentity:
 def _identity_of(tls: TlsFiles, material: Material) -> SignedIdentity:
     assert tls.cert is not None, "a worker with authorities has a certificate"
     chain = certificates_in("tls_cert", tls.cert, material.cert)
-    leaf, *issuers = [each.public_bytes(Encoding.DER) for each in chain]
+    leaf, *issuers = [cert.public_bytes(Encoding.DER) for cert in chain]
     return SignedIdentity(leaf, tuple(issuers))
 
 
@@ -302,7 +302,7 @@ def _is_pinned(
 ) -> bool:
     if leaf.fingerprint(SHA256()).hex() in pins.fingerprints:
         return True
-    authorities = [x509.load_der_x509_certificate(each) for each in pins.authorities]
+    authorities = [x509.load_der_x509_certificate(der) for der in pins.authorities]
     return _is_issued(leaf, between, authorities, now)
 
 
@@ -317,9 +317,9 @@ def _is_issued(
     for _ in range(_MAX_LINKS):
         if not current.not_valid_before_utc <= now <= current.not_valid_after_utc:
             return False
-        if any(_has_issued(each, current) and _counts(each, now) for each in authorities):
+        if any(_has_issued(issuer, current) and _counts(issuer, now) for issuer in authorities):
             return True
-        above = [each for each in between if each != current and _has_issued(each, current)]
+        above = [cert for cert in between if cert != current and _has_issued(cert, current)]
         if not above:
             return False
         current = above[0]

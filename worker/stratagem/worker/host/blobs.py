@@ -211,8 +211,8 @@ class BlobUpload:
         if self.writer.received:
             return
         with suppress(IntegrityError, UnreadableFileError):
-            if (found := opened(file, self.digest)) is not None:
-                with closing(contents(found, file, self.manifest.total_bytes)) as pieces:
+            if (handle := opened(file, self.digest)) is not None:
+                with closing(contents(handle, file, self.manifest.total_bytes)) as pieces:
                     for piece in until(pieces, limit_s):
                         self.writer.take(piece)
 

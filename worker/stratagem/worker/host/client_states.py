@@ -62,10 +62,12 @@ class ClientStateStore:
         """Write a state, and delete the client's states of rounds not in `kept_rounds`; return its
         digest once it is durable. Raises InvalidInputError if the disk fails."""
         path = self.path(run_id, client, round_num)
-        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        copies = {
+            name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()
+        }
         # There is only one entry, since the order of several could differ, and equal states must
         # have equal digests.
-        data = save(own, {"kept_by": f"client {client} of run {run_id}, round {round_num}"})
+        data = save(copies, {"kept_by": f"client {client} of run {run_id}, round {round_num}"})
         try:
             self._make_room(path.parent.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +81,9 @@ class ClientStateStore:
             text = f"worker {self._worker_id} cannot write what its client keeps: {error.strerror}"
             raise InvalidInputError.at("strategy.options", text) from None
         failpoint("worker.client_state.after_sync")
-        kept = {self.path(run_id, client, number) for number in (*kept_rounds, round_num)}
+        needed = {self.path(run_id, client, number) for number in (*kept_rounds, round_num)}
         for other in path.parent.iterdir():
-            if other not in kept:
+            if other not in needed:
                 other.unlink(missing_ok=True)
         return hashlib.sha256(data).hexdigest()
 

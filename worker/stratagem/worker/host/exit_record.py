@@ -73,19 +73,19 @@ class LastWords:
         if folder is None:
             return
         self._file, self._faults = folder / f"{name}.last-words", folder / f"{name}.fault"
-        self._own = folder / f"{name}.last-words.{incarnation}"
+        self._record = folder / f"{name}.last-words.{incarnation}"
         self._own_faults = folder / f"{name}.fault.{incarnation}"
         self.previous = _read(self._file, self._faults, supervisor)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in (*folder.glob(f"{name}.last-words.*"), *folder.glob(f"{name}.fault.*")):
-                left.unlink(missing_ok=True)
+            for stale in (*folder.glob(f"{name}.last-words.*"), *folder.glob(f"{name}.fault.*")):
+                stale.unlink(missing_ok=True)
             self._begin()
         except OSError as error:
             log.warning("the next process will not be told how this one ended", reason=str(error))
 
     def _begin(self) -> None:
-        with create_private(self._own) as file:
+        with create_private(self._record) as file:
             # After truncate, a page for which a full disk has no room would end us with SIGBUS.
             file.write(bytes(_SIZE))
             file.flush()
@@ -102,9 +102,9 @@ class LastWords:
     def registered(self) -> None:
         """Replace the previous process's record, after the coordinator has received it."""
         if self._file is not None and self._faults is not None:
-            for own, file in ((self._own, self._file), (self._own_faults, self._faults)):
+            for source, file in ((self._record, self._file), (self._own_faults, self._faults)):
                 with suppress(OSError):  # done before, removed, or a folder without write access
-                    own.replace(file)
+                    source.replace(file)
 
     def stopped(self) -> None:
         """Record that this process was asked to end, so that its work is not blamed."""
@@ -172,15 +172,15 @@ def _read(file: Path, faults: Path, supervisor: str) -> pb.PreviousExit:
         return pb.PreviousExit()
     if magic != _MAGIC or not isinstance(words, dict) or "incarnation" not in words:
         return pb.PreviousExit()
-    told = pb.PreviousExit(incarnation=words["incarnation"], stopped=bool(stopped), knows_work=True)
+    last = pb.PreviousExit(incarnation=words["incarnation"], stopped=bool(stopped), knows_work=True)
     if "run_id" in words:
-        told.session.run_id, told.session.party = words["run_id"], words["party"]
+        last.session.run_id, last.session.party = words["run_id"], words["party"]
         if step >= 0:
-            told.step = step
-        told.last_lines.extend(_lines(data[_LINES:_SIZE], printed))
-    _add_status(told, words.get("pid"), supervisor)
-    _add_fault(told, faults)
-    return told
+            last.step = step
+        last.last_lines.extend(_lines(data[_LINES:_SIZE], printed))
+    _add_status(last, words.get("pid"), supervisor)
+    _add_fault(last, faults)
+    return last
 
 
 def _lines(ring: bytes, printed: int) -> list[str]:
@@ -197,19 +197,19 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)[:MAX_LINE_CHARS]
 
 
-def _add_status(told: pb.PreviousExit, pid: object, supervisor: str) -> None:
+def _add_status(last: pb.PreviousExit, pid: object, supervisor: str) -> None:
     """Add the supervisor's "[PID:]STATUS" or "[PID:]stopped" if it is about the same process."""
     of, _, status = supervisor.rpartition(":")
     if not status or (of and of != str(pid)):
         return
     if status == "stopped":
-        told.stopped = True
+        last.stopped = True
     else:
         number = int(status)
-        told.status = 128 - number if 128 < number < 128 + 32 else number  # as in shells
+        last.status = 128 - number if 128 < number < 128 + 32 else number  # as in shells
 
 
-def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
+def _add_fault(last: pb.PreviousExit, faults: Path) -> None:
     """Add the signal, and the line of the job's code, from faulthandler's output."""
     try:
         lines = faults.read_text(errors="replace").splitlines()
@@ -219,12 +219,12 @@ def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
     if fault is None:
         return
     log.warning("the process before ended by a fault", trace=lines)
-    if not told.HasField("status") and fault[1] in _FAULTS:
-        told.status = -signal.Signals[_FAULTS[fault[1]]]
+    if not last.HasField("status") and fault[1] in _FAULTS:
+        last.status = -signal.Signals[_FAULTS[fault[1]]]
     found_frames = (line.strip() for line in lines if line.lstrip().startswith("File "))
     frames = list(dict.fromkeys(found_frames))  # recursion once
-    told.last_lines.extend(map(_printable, [lines[0], *_shown_frames(frames)]))
-    del told.last_lines[: max(0, len(told.last_lines) - MAX_LINES)]
+    last.last_lines.extend(map(_printable, [lines[0], *_shown_frames(frames)]))
+    del last.last_lines[: max(0, len(last.last_lines) - MAX_LINES)]
 
 
 def _shown_frames(frames: list[str]) -> list[str]:
@@ -232,13 +232,13 @@ def _shown_frames(frames: list[str]) -> list[str]:
 
     The user's frame is the first one in no installed package and in no library of Python.
     """
-    own = next(
+    users_frame = next(
         (frame for frame in frames if not any(part in frame for part in _NOT_THE_USERS)), None
     )
-    shown = frames[:MAX_FRAMES]
-    if own is None or own == frames[0]:
-        return shown
-    return [own, *(frame for frame in shown if frame != own)][:MAX_FRAMES]
+    innermost = frames[:MAX_FRAMES]
+    if users_frame is None or users_frame == frames[0]:
+        return innermost
+    return [users_frame, *(frame for frame in innermost if frame != users_frame)][:MAX_FRAMES]
 
 
 def check_previous_exit(value: str) -> str:

@@ -118,10 +118,10 @@ def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
 
     The innermost frame of the user's code or of Stratagem decides, since libraries serve both.
     """
-    told = [frame for frame in stack if _is_ours(frame) or _is_users(frame)]
-    if told and _is_users(told[0]):
-        return StallCause(place=told[0].place)
-    ours = [frame.module.removeprefix(_OURS) for frame in told if _is_ours(frame)]
+    relevant = [frame for frame in stack if _is_ours(frame) or _is_users(frame)]
+    if relevant and _is_users(relevant[0]):
+        return StallCause(place=relevant[0].place)
+    ours = [frame.module.removeprefix(_OURS) for frame in relevant if _is_ours(frame)]
     if ours and ours[0].startswith(_READERS):
         return StallCause(place="in the processes that read rows, data.readers")
     if ours and ours[0].startswith(_WAITING):
@@ -129,7 +129,7 @@ def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
         if others or "{others}" not in awaits:
             names = ", ".join(others) if len(others) <= MAX_NAMED else "the other members"
             return StallCause(awaits=awaits.format(others=names))
-        return StallCause(place=told[0].place)
+        return StallCause(place=relevant[0].place)
     return StallCause(place=stack[0].place if stack else "")
 
 

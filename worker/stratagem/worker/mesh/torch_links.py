@@ -206,8 +206,8 @@ def form_gloo(
         group = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
         raise ExchangeError(f"cannot form a group of {size}: {error}") from error
-    own = connections(before, store.ports)
-    return GlooLink(rank, size, group, own)
+    sockets = connections(before, store.ports)
+    return GlooLink(rank, size, group, sockets)
 
 
 class GlooLink(ProcessGroupLink):

@@ -234,10 +234,10 @@ class FileStorage(TorchDispatchMode):
                 return _view(meta, self._storage(meta.untyped_storage().nbytes()))
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not any(_is_large(each) for each in tree_leaves(result)):
+        if not any(_is_large(leaf) for leaf in tree_leaves(result)):
             return result
         # Results that share storage with an argument, as views do, must continue to share it.
-        given = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         moved: dict[int, UntypedStorage] = {}
 
         def move(tensor: Tensor) -> Tensor:
@@ -496,9 +496,9 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _shares_memory(model: nn.Module) -> bool:
     """Return whether parameters or buffers share memory, which `_materialise` would separate."""
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    dense = [each for each in tensors.values() if each.layout is torch.strided]
-    return len({memory_of(each) for each in dense}) < len(dense)
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    dense = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
+    return len({memory_of(tensor) for tensor in dense}) < len(dense)
 
 
 def _hides_any(model: nn.Module) -> bool:

@@ -109,8 +109,8 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         frames = traceback.walk_stack(sys._getframe(1))
-        own = [(frame.f_code.co_filename, line) for frame, line in frames]
-        inner = next((line for line in own if is_users(line[0])), None)
+        lines = [(frame.f_code.co_filename, line) for frame, line in frames]
+        inner = next((line for line in lines if is_users(line[0])), None)
         # Outside of forward the nearest foreign code would be our caller.
         if inner is not None and node.op not in ("placeholder", "output"):
             self.lines[node] = inner
@@ -144,11 +144,11 @@ def _line_of(error: BaseException) -> _Line | None:
 
 def _raised(error: Exception) -> tuple[str, str]:
     """Return (the fault of the line that ended the trace, the remedy)."""
-    told = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
     for pattern, does, remedy in _RAISED:
-        if re.search(pattern, told):
+        if re.search(pattern, text):
             return does, remedy
-    return f"raises {told}", "it is called once without values, to find the children that it calls"
+    return f"raises {text}", "it is called once without values, to find the children that it calls"
 
 
 def _done_by(node: fx.Node, line: _Line | None) -> tuple[str, _Line | None, str]:

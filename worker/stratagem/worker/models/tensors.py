@@ -45,8 +45,8 @@ def rows_dtype(job: JobSpec, model: nn.Module) -> torch.dtype | None:
     wanted = converted_dtype(job)
     if wanted is not None:
         return wanted
-    own = set(dtypes_of(model)) or {torch.float32}
-    (only, *others) = own
+    dtypes = set(dtypes_of(model)) or {torch.float32}
+    (only, *others) = dtypes
     return only if not others and only in _OF_ROWS else None
 
 
@@ -64,14 +64,14 @@ def convert(model: nn.Module, job: JobSpec) -> str:
     changed = dtypes_of(model)
     del changed[wanted]
     # `Module.to` would drop the imaginary part of complex numbers.
-    model._apply(lambda each: each.to(wanted) if each.is_floating_point() else each)
+    model._apply(lambda tensor: tensor.to(wanted) if tensor.is_floating_point() else tensor)
     if not changed:
         return ""
-    found = " and ".join(
+    dtypes = " and ".join(
         f"{counted(number, 'tensor')} of {name_of(dtype)}" for dtype, number in changed.items()
     )
     return (
-        f"{job.execution.precision} converts {found} of the model to {name_of(wanted)}; without a "
+        f"{job.execution.precision} converts {dtypes} of the model to {name_of(wanted)}; without a "
         "precision they keep their dtypes"
     )
 
@@ -167,8 +167,8 @@ class ModelForm:
 
     def note_extra(self) -> None:
         """Remember the content of `get_extra_state`; called after loading a state."""
-        kept = _extra_of(_state_of(self.model))
-        self._extra = {name: value.clone() for name, value in kept.items()}
+        extra = _extra_of(_state_of(self.model))
+        self._extra = {name: value.clone() for name, value in extra.items()}
 
     def check(self) -> None:
         """Raise UserCodeError if training has changed these parts, since the state would no longer
@@ -194,8 +194,8 @@ class ModelForm:
         for name in sorted(layout.keys() ^ self._layout.keys()):
             text = "register all buffers and parameters when the model is made"
             yield f'"{name}" came into the state or left it in training; {text}'
-        for name, found in layout.items():
-            if found != self._layout.get(name):
+        for name, form in layout.items():
+            if form != self._layout.get(name):
                 yield f'"{name}" changed its shape or type in training; a state has one layout'
         for name, value in _extra_of(state).items():
             before = self._extra.get(name)
@@ -213,8 +213,8 @@ _WHEN_FROZEN: Final = (
 def _without_shape(model: nn.Module) -> Iterator[str]:
     """Yield a sentence about each lazy module without shape, which has not seen a batch yet."""
     for name, module in model.named_modules():
-        own = (*module._parameters.values(), *module._buffers.values())
-        if any(tensor is not None and is_lazy(tensor) for tensor in own):
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
             kind = type(module).__name__
             yield (
                 f'module "{name}" ({kind}) has parameters without a shape, which a lazy module '

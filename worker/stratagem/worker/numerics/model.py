@@ -185,16 +185,16 @@ def compiled(
         **({} if spec.fusion else {"max_fusion_size": 1}),
     }
     fast: Forward = torch.compile(forward, dynamic=False, options=options, **_isolation())
-    known: list[Draws] = []
+    draws: list[Draws] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not (gate.is_open and (gate.is_inference or torch.is_grad_enabled())):
             return forward(*args, **kwargs)
-        if not known:
-            known.append(_observe(module, forward, randomness, args, kwargs))
+        if not draws:
+            draws.append(_observe(module, forward, randomness, args, kwargs))
         result = fast(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:
-            randomness.catch_up(known[0])
+            randomness.catch_up(draws[0])
         return result
 
     return run
@@ -204,8 +204,8 @@ def _isolation() -> dict[str, Any]:
     """Return compiler options that give each module its own recompile limit, if torch supports
     this; modules of a class share one code object otherwise."""
     wanted = {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
-    known = inspect.signature(torch.compile).parameters
-    return {name: value for name, value in wanted.items() if name in known}
+    parameters = inspect.signature(torch.compile).parameters
+    return {name: value for name, value in wanted.items() if name in parameters}
 
 
 def _observe(
@@ -284,12 +284,12 @@ def prepare_nodes(
     """Apply the settings to the nodes of one pipeline rank like `prepare`, but without
     checkpointing, which stages do."""
     modules = node_modules(model, program)
-    own = {node: name for name, node in modules.items() if name not in foreign}
-    inside = (named for node, name in own.items() for named in node.named_modules(prefix=name))
+    name_of = {node: name for name, node in modules.items() if name not in foreign}
+    inside = (named for node, name in name_of.items() for named in node.named_modules(prefix=name))
     check_able(inside, job.execution, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
     execution.notes.extend(make_plain(model, numerics))
-    for node in own:
+    for node in name_of:
         wrap.put_on(node, is_compiled=job.execution.mode != "Eager")
     return execution
 
@@ -307,7 +307,7 @@ def _begin(
     )
     # Without updates only compiled code can fuse operations.
     specs = job.optimizers().values() if spec.fusion and not job.only_evaluates else ()
-    for label in (label for each in specs for label in _without_fused_kernels(each)):
+    for label in (label for optimizer in specs for label in _without_fused_kernels(optimizer)):
         execution.notes.append(
             f"execution.fusion: torch has no fused kernel for {label}; its updates take several"
         )
@@ -321,7 +321,7 @@ def _without_fused_kernels(spec: OptimizerSpec) -> list[str]:
         for name, kind in vars(torch.optim).items()
         if inspect.isclass(kind) and "fused" in inspect.signature(kind).parameters
     }
-    rules = {rule.label: (rule.name or "").lower() for rule in (each.rule for each in spec.rules())}
+    rules = {rule.label: (rule.name or "").lower() for rule in (part.rule for part in spec.rules())}
     return [label for label, name in rules.items() if name not in fused]
 
 

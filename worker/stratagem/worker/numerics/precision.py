@@ -282,14 +282,14 @@ def _check(
     missing = _missing(asked, layers, device, trains)
     if not missing:
         return
-    told = "; ".join(
+    reasons = "; ".join(
         f"{kind} ({', '.join(layers[kind][:NUM_NAMES])}): {reason}"
         for kind, reason in missing.items()
     )
     able = [str(number) for number in ALL_NUMBERS if not _missing(number, layers, device, trains)]
     raise InvalidInputError.at(
         "execution.precision",
-        f"this worker's {device_name(device)} cannot compute {asked}: {told}; "
+        f"this worker's {device_name(device)} cannot compute {asked}: {reasons}; "
         f"all layers of this model can have {', '.join(able)} there",
     )
 
@@ -330,8 +330,8 @@ def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool
 
 def _numbers(spec: ExecutionSpec, module: nn.Module) -> Numbers:
     if spec.precision is None:
-        own = (p.dtype for p in module.parameters() if p.is_floating_point())
-        return Numbers("", next(own, torch.float32))
+        dtypes = (p.dtype for p in module.parameters() if p.is_floating_point())
+        return Numbers("", next(dtypes, torch.float32))
     wide = torch.float64 if spec.precision == "Full" else torch.float32
     return Numbers(spec.precision, low_dtype(spec) or wide)
 

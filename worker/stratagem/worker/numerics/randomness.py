@@ -123,7 +123,7 @@ class KeyedRandomness:
         if self._untouched is None:
             return False
         pairs = zip(self._generators, self._untouched, strict=True)
-        self._may_rest = all(torch.equal(each.get_state(), before) for each, before in pairs)
+        self._may_rest = all(torch.equal(rng.get_state(), before) for rng, before in pairs)
         self._untouched = None
         return not self._may_rest
 
@@ -281,10 +281,10 @@ def _compiler() -> str:
     if path is None:
         return "no C++ compiler"
     try:
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return f"C++ compiler {path}"
-    return f"C++ {told.stdout.partition(chr(10))[0]}"
+    return f"C++ {output.stdout.partition(chr(10))[0]}"
 
 
 def find_compiler() -> str | None:

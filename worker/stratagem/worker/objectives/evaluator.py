@@ -159,8 +159,8 @@ class Evaluator:
     def dataset(self, split: str) -> Dataset:
         """Return a split's rows. Raises InvalidInputError for evaluation.split if it is missing."""
         if split not in self.data:
-            known = ", ".join(self.data)
-            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+            splits = ", ".join(self.data)
+            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {splits}')
         return self.data[split]
 
     def num_batches(self, split: str) -> int:
@@ -183,10 +183,10 @@ class Evaluator:
     def parts_of(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Evaluate the missing batches of a share; return the sums of all its batches."""
         batches = self.share(share.splits, share.rank, share.size)
-        left = [batch for batch in batches if batch not in share.evaluated]
-        self.expect(left)
-        for place, batch in enumerate(left):
-            share.begins(batch[1], len(left) - place)
+        pending = [batch for batch in batches if batch not in share.evaluated]
+        self.expect(pending)
+        for place, batch in enumerate(pending):
+            share.begins(batch[1], len(pending) - place)
             share.evaluated[batch] = self.part(*batch)
         return [share.evaluated[batch] for batch in batches]
 
@@ -197,11 +197,11 @@ class Evaluator:
         """Evaluate one batch with the model in its present mode (train or eval). keep: called with
         the output and the number of rows."""
         wants_output = bool(self.metrics) or self.own is not None or keep is not None
-        found, part = self._evaluated(split, batch, wants_output=wants_output)
+        outcome, part = self._evaluated(split, batch, wants_output=wants_output)
         if self.randomness.has_failed():
-            found, part = self._evaluated(split, batch, wants_output=wants_output)
+            outcome, part = self._evaluated(split, batch, wants_output=wants_output)
         if keep is not None:
-            keep(found.output, self.rows_in(split, batch))
+            keep(outcome.output, self.rows_in(split, batch))
         self.randomness.end()
         return part
 
@@ -214,8 +214,8 @@ class Evaluator:
         begin("evaluate", split, batch)
         x, y, num_rows = self._gathered(split, batch)
         with user_code(f"evaluating {split}"):
-            found = self.objective.evaluate(self.model, x, y, num_rows, wants_output=wants_output)
-        return found, self._part(split, batch, found, num_rows)
+            outcome = self.objective.evaluate(self.model, x, y, num_rows, wants_output=wants_output)
+        return outcome, self._part(split, batch, outcome, num_rows)
 
     def begin(self, split: str, batch: int) -> Tensor:
         """Begin a batch by seeding its random numbers; return its row numbers."""
@@ -247,25 +247,25 @@ class Evaluator:
         """Compute loss and metrics of a batch from the model's output, and keep the batch for the
         user's own metrics."""
         with user_code(f"evaluating {split}"):
-            found = Assessment(self.loss(output, y, num_rows), output, y)
-        return self._part(split, batch, found, num_rows)
+            outcome = Assessment(self.loss(output, y, num_rows), output, y)
+        return self._part(split, batch, outcome, num_rows)
 
-    def _part(self, split: str, batch: int, found: Assessment, num_rows: int) -> EvaluationPart:
-        kept, loss = None, found.loss
+    def _part(self, split: str, batch: int, outcome: Assessment, num_rows: int) -> EvaluationPart:
+        inputs, loss = None, outcome.loss
         with user_code(f"evaluating {split}"):
             sums = {"loss": float(loss.mean) * loss.weight}
             for name, metric in self.metrics.items():
-                with noted(name, (found.output, found.target)):
-                    mean, weight = metric(found.output, found.target, num_rows)
+                with noted(name, (outcome.output, outcome.target)):
+                    mean, weight = metric(outcome.output, outcome.target, num_rows)
                 sums[name] = mean * weight
                 if weight != loss.weight:
                     sums[f"weight:{name}"] = weight
             if self.own is not None:
                 num_all = len(self.dataset(split))
-                kept = self.own.keep(found.output, found.target, num_rows, num_all)
+                inputs = self.own.keep(outcome.output, outcome.target, num_rows, num_all)
         if loss.weight == 0:  # nothing was counted, so the mean is arbitrary
             sums["loss"] = 0.0
-        return EvaluationPart(split, batch, loss.weight, sums, kept)
+        return EvaluationPart(split, batch, loss.weight, sums, inputs)
 
 
 def _keys(split: str, batch: int) -> BatchKeys:
@@ -286,7 +286,7 @@ def make_evaluator(  # noqa: PLR0913  (this function combines all of them)
     spec, objective = job.evaluation, make_objective(job, entrypoints)
     metrics = make_metrics(spec.metrics if spec else [], entrypoints, numerics)
     batch_size = spec.batch_size if spec else _BATCH_SIZE
-    own = make_own_metrics(spec, entrypoints, numerics)
+    own_metrics = make_own_metrics(spec, entrypoints, numerics)
     return Evaluator(
-        model, data, execution, randomness, gather, objective, metrics, batch_size, own
+        model, data, execution, randomness, gather, objective, metrics, batch_size, own_metrics
     )

@@ -96,21 +96,21 @@ class NamedLoss:
 def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
     """Make the loss that a job names, by its name or by an entry point."""
     if spec.entrypoint is not None:
-        own = entrypoints.bind(spec.entrypoint, spec.kwargs, "loss")
-        return _user_loss(own, f'what "{spec.entrypoint}" returns')
+        function = entrypoints.bind(spec.entrypoint, spec.kwargs, "loss")
+        return _user_loss(function, f'what "{spec.entrypoint}" returns')
     assert spec.name is not None
     return NamedLoss(spec.name, _LOSSES[spec.name], thawed(spec.kwargs))
 
 
 def loss_hint(name: str, output: Any, target: Any) -> str:
     """Return a remedy if outputs and targets do not fit the loss; "" if none is known."""
-    own = "name a loss of your own of (output, target), as `loss: module:function`"
+    remedy = "name a loss of your own of (output, target), as `loss: module:function`"
     if not isinstance(output, Tensor):
         kind = type(output).__name__
-        return f"; the model returns a {kind}: return its tensor alone in forward, or {own}"
+        return f"; the model returns a {kind}: return its tensor alone in forward, or {remedy}"
     if not isinstance(target, Tensor):
         pairs = "return pairs (x, y) as rows or from data.collate"
-        return f"; a batch that is no pair (x, y) is input and target at once: {pairs}, or {own}"
+        return f"; a batch that is no pair (x, y) is input and target at once: {pairs}, or {remedy}"
     takes_classes = name in ("cross_entropy", "nll")
     if takes_classes and output.dim() > 2 and target.shape == output.shape[:-1]:
         return (
@@ -372,12 +372,12 @@ def _shifts_labels(model: nn.Module) -> bool:
 
 
 def _loss_of(outputs: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if found is None:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
         keys = ", ".join(map(str, batch))
         text = f"model wants {type(model).__name__} to return a loss, and it returned none for a "
         raise InvalidInputError.at("loss", f"{text}batch of {keys}")
-    return one_number(found, "the loss")
+    return one_number(loss, "the loss")
 
 
 def _output(outputs: Any) -> Any:

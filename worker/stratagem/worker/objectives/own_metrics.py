@@ -54,9 +54,9 @@ class KeptBatch:
     def unpacked(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, Any]:
         """Return (output, target) with these tensors, or with copies of the batch's ones, which may
         be changed."""
-        left = iter([each.clone() for each in self.tensors] if tensors is None else tensors)
+        source = iter([tensor.clone() for tensor in self.tensors] if tensors is None else tensors)
         output, target = json.loads(self.layout)
-        return _nested(output, left), _nested(target, left)
+        return _nested(output, source), _nested(target, source)
 
 
 def kept_batch(output: Any, target: Any) -> KeptBatch:
@@ -83,7 +83,7 @@ def joined(batches: Sequence[KeptBatch]) -> tuple[Any, Any]:
         if any(tensor.dim() == 0 for tensor in column):
             raise _unlike("are single numbers, without rows")
         if len(shapes) > 1 or len({tensor.dtype for tensor in column}) > 1:
-            kinds = sorted({f"{each.dtype} {tuple(each.shape)}" for each in column})
+            kinds = sorted({f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in column})
             raise _unlike(f"differ in more than rows: {kinds[0]} and {kinds[1]}")
     return first.unpacked([torch.cat(column) for column in columns])
 
@@ -99,15 +99,15 @@ def from_named(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], split: str
 ) -> list[KeptBatch]:
     """Return a split's batches in order, from the tensors named by `named_tensors`."""
-    found: dict[str, dict[str, Tensor]] = {}
+    by_batch: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         of_split, number, batch = name.rsplit("/", 2)
         if of_split == split:
-            found.setdefault(batch, {})[number] = tensor
+            by_batch.setdefault(batch, {})[number] = tensor
     layout = metadata.get(LAYOUT, "")
     return [
-        KeptBatch(layout, tuple(each for _, each in sorted(found[batch].items())))
-        for batch in sorted(found)
+        KeptBatch(layout, tuple(rows for _, rows in sorted(by_batch[batch].items())))
+        for batch in sorted(by_batch)
     ]
 
 
@@ -121,11 +121,11 @@ def _layout(value: Any, name: str, tensors: list[Tensor]) -> Any:
             return None
         case Mapping():
             return {
-                str(key): _layout(each, f"{name}.{key}", tensors) for key, each in value.items()
+                str(key): _layout(item, f"{name}.{key}", tensors) for key, item in value.items()
             }
         case tuple() | list():
             kind = type(value).__name__ if type(value) in (tuple, list) else "tuple"
-            inner = [_layout(each, f"{name}.{key}", tensors) for key, each in enumerate(value)]
+            inner = [_layout(item, f"{name}.{key}", tensors) for key, item in enumerate(value)]
             return [kind, *inner]
         case _:
             text = f"the {name} of a batch is a {type(value).__name__}, and no tensor"
@@ -138,9 +138,9 @@ def _nested(layout: Any, tensors: Iterator[Tensor]) -> Any:
         case None:
             return None
         case dict():
-            return {key: _nested(each, tensors) for key, each in layout.items()}
+            return {key: _nested(item, tensors) for key, item in layout.items()}
         case [kind, *inner]:
-            values = [_nested(each, tensors) for each in inner]
+            values = [_nested(item, tensors) for item in inner]
             return values if kind == "list" else tuple(values)
         case _:
             return next(tensors)
@@ -209,15 +209,15 @@ def read(named: str, metric: object) -> Iterator[SummedState]:
 def fill(named: str, metric: object, states: Sequence[SummedState]) -> None:
     """Set the states of a new metric, in the types and shapes that it has. Raises InvalidInputError
     if they do not fit."""
-    left = {state.name: np.asarray(state.values) for state in states}
+    unused = {state.name: np.asarray(state.values) for state in states}
     for prefix, member in _members(metric):
         for name in _declared(member):
-            given = left.pop(f"{prefix}{name}", None)
+            given = unused.pop(f"{prefix}{name}", None)
             setattr(member, name, _like(named, name, getattr(member, name), given))
         if hasattr(member, "_update_count"):
             member._update_count = 1  # else torchmetrics warns of values without rows
-    if left:
-        raise _misfit(named, f"it has no state {next(iter(left))}")
+    if unused:
+        raise _misfit(named, f"it has no state {next(iter(unused))}")
 
 
 def _members(metric: object) -> list[tuple[str, Any]]:
@@ -236,9 +236,9 @@ def _declared(member: Any) -> Sequence[str]:
     if not isinstance(defaults, Mapping) or not isinstance(reductions, Mapping):
         return ()
     children = member.children() if isinstance(member, nn.Module) else ()
-    if any(hasattr(each, "_defaults") for child in children for each in child.modules()):
+    if any(hasattr(module, "_defaults") for child in children for module in child.modules()):
         return ()  # a metric of metrics, which has no states itself
-    if all(getattr(each, "__name__", "") == _TORCHMETRICS_SUM for each in reductions.values()):
+    if all(getattr(reduce, "__name__", "") == _TORCHMETRICS_SUM for reduce in reductions.values()):
         return sorted(defaults)
     return ()
 
@@ -256,9 +256,9 @@ def _as_array(value: object) -> np.ndarray | None:
     return None
 
 
-def _like(named: str, name: str, own: Any, given: np.ndarray | None) -> Any:
+def _like(named: str, name: str, state: Any, given: np.ndarray | None) -> Any:
     """Return numbers in the type, dtype and shape of one of the metric's states."""
-    fresh = _as_array(own)
+    fresh = _as_array(state)
     if given is None or fresh is None or given.shape != fresh.shape:
         shape = "none" if given is None else str(given.shape)
         raise _misfit(named, f"its state {name} has another shape than what is given: {shape}")
@@ -268,12 +268,12 @@ def _like(named: str, name: str, own: Any, given: np.ndarray | None) -> Any:
         limits = np.iinfo(fresh.dtype)
         if given.min() < limits.min or given.max() > limits.max:
             raise _misfit(named, f"the sum of its states {name} does not fit {fresh.dtype}")
-    if isinstance(own, Tensor):
-        return torch.from_numpy(given.copy()).to(own.dtype)
-    if isinstance(own, np.ndarray | np.generic):
+    if isinstance(state, Tensor):
+        return torch.from_numpy(given.copy()).to(state.dtype)
+    if isinstance(state, np.ndarray | np.generic):
         return (
             given.astype(fresh.dtype)[()]
-            if isinstance(own, np.generic)
+            if isinstance(state, np.generic)
             else given.astype(fresh.dtype)
         )
     return given.item()
@@ -317,59 +317,59 @@ class OwnMetrics:
                 text = f"returned a {type(pair).__name__} instead of a pair (output, target)"
                 raise InvalidInputError.at("evaluation.keep", text)
             output, target = pair
-        kept = kept_batch(output, target)
-        num_bytes = kept.num_bytes * num_all_rows // max(num_rows, 1)
+        batch = kept_batch(output, target)
+        num_bytes = batch.num_bytes * num_all_rows // max(num_rows, 1)
         if num_bytes > self.max_bytes:
             text = f"the outputs and targets of {num_all_rows} rows take {num_bytes} bytes; the "
             limit = f"limit is {self.max_bytes}. evaluation.keep names a function that keeps less "
             hint = "of each batch, such as (output.argmax(1), target)"
             raise InvalidInputError.at("evaluation.max_bytes", text + limit + hint)
-        return kept
+        return batch
 
     def measured(
         self, split: str, batches: Sequence[KeptBatch], sums: Sums | None = None
     ) -> dict[str, float]:
         """Compute the metrics of a whole split, keyed by "<split>.<metric>"; none without rows.
         sums: receives the states that may be summed over clients."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, measure in self.measures.items() if batches else ():
             with generators_kept(), user_code(f"measuring {split}"):
                 seed_generators(mix("metric", split, name))
                 value = measure(batches, f"{split}.{name}", sums)
-            found.update(_named_numbers(name, value))
-        self._check(found)
-        return {f"{split}.{name}": value for name, value in found.items()}
+            values.update(_named_numbers(name, value))
+        self._check(values)
+        return {f"{split}.{name}": value for name, value in values.items()}
 
     def merged(
         self, split: str, states: Sequence[SummedState]
     ) -> tuple[dict[str, float], dict[str, StratagemError]]:
         """Compute the metrics from states summed over clients; return (metrics, errors by name of
         those that cannot be computed)."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         failed: dict[str, StratagemError] = {}
         for name, make in self.makers.items():
-            own = [state for state in states if state.metric == f"{split}.{name}"]
-            if not own:
+            metric_states = [state for state in states if state.metric == f"{split}.{name}"]
+            if not metric_states:
                 continue
             try:
-                found.update(_merged(split, name, make, own))
+                values.update(_merged(split, name, make, metric_states))
             except (UserCodeError, InvalidInputError) as error:
                 failed[f"{split}.{name}"] = error
-        self._check(found, all_there=False)
-        return {f"{split}.{name}": value for name, value in found.items()}, failed
+        self._check(values, all_there=False)
+        return {f"{split}.{name}": value for name, value in values.items()}, failed
 
     def are_sums(self, name: str) -> bool:
         """Return whether a metric is an object whose states are sums."""
         with user_code(f"making {name}"):
             return name in self.makers and 0 < num_summed(self.makers[name]()) <= MAX_NUMBERS
 
-    def _check(self, found: Mapping[str, float], *, all_there: bool = True) -> None:
-        if len(found) > MAX_VALUES:
-            text = f"{len(found)} values of metrics of your own; at most {MAX_VALUES} are allowed"
+    def _check(self, values: Mapping[str, float], *, all_there: bool = True) -> None:
+        if len(values) > MAX_VALUES:
+            text = f"{len(values)} values of metrics of your own; at most {MAX_VALUES} are allowed"
             raise InvalidInputError.at("evaluation.metrics", text)
-        if all_there and self.best is not None and found and self.best not in found:
-            known = ", ".join(found)
-            text = f'"{self.best}" is no number that is measured; measured are {known}'
+        if all_there and self.best is not None and values and self.best not in values:
+            names = ", ".join(values)
+            text = f'"{self.best}" is no number that is measured; measured are {names}'
             raise InvalidInputError.at("evaluation.best", text)
 
 
@@ -480,11 +480,11 @@ def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
                 raise InvalidInputError.at("evaluation.metrics", text)
             yield from _named_numbers(name, value.item() if count == 1 else value.tolist())
         case Mapping():
-            for key, each in value.items():
-                yield from _named_numbers(f"{name}.{key}", each)
+            for key, item in value.items():
+                yield from _named_numbers(f"{name}.{key}", item)
         case list() | tuple():
-            for index, each in enumerate(value):
-                yield from _named_numbers(f"{name}.{index}", each)
+            for index, item in enumerate(value):
+                yield from _named_numbers(f"{name}.{index}", item)
         case _:
             text = f'"{name}" gave a {type(value).__name__}; allowed are numbers, tensors, and '
             raise InvalidInputError.at("evaluation.metrics", f"{text}mappings and lists of them")

@@ -103,7 +103,7 @@ class StepFunction:
                 f"the loss of the step has no gradient{why}; it must be computed from the model's "
                 "output, outside of torch.no_grad() and without detach()"
             )
-        self._check_names(tuple(each.name for each in value.log))
+        self._check_names(tuple(logged.name for logged in value.log))
         return value
 
     def evaluate(
@@ -119,14 +119,14 @@ class StepFunction:
         return Assessment(loss, *predicted(self.predict, model, batch))
 
     def _watched(self, model: nn.Module) -> tuple[_Watch, list[nn.Parameter]]:
-        found = self._watches.get(model)
-        if found is None:
+        watched = self._watches.get(model)
+        if watched is None:
             watch, params = _Watch(), list(model.parameters())
             for param in params:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(watch.hook)
-            found = self._watches[model] = watch, params
-        return found
+            watched = self._watches[model] = watch, params
+        return watched
 
     def _check_names(self, names: tuple[str, ...]) -> None:
         if not self._names:
@@ -153,12 +153,12 @@ class TurnsObjective:
     ) -> Assessment:
         """Compute the sum of the turns' losses over a batch, as a mean over rows."""
         first, *others = self.of_turns
-        found = first.evaluate(model, x, y, num_rows, wants_output=wants_output)
-        mean = found.loss.mean
-        for each in others:
-            further = each.evaluate(model, x, y, num_rows, wants_output=False)
+        outcome = first.evaluate(model, x, y, num_rows, wants_output=wants_output)
+        mean = outcome.loss.mean
+        for objective in others:
+            further = objective.evaluate(model, x, y, num_rows, wants_output=False)
             mean = mean + further.loss.mean
-        return Assessment(LossValue(mean, num_rows), found.output, found.target)
+        return Assessment(LossValue(mean, num_rows), outcome.output, outcome.target)
 
 
 def predicted(

@@ -120,13 +120,13 @@ def _meet(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
 ) -> tuple[Link | SharedGroup | None, Members]:
     """Wait for all members of the view; return (link, for AllReduce; members' messages)."""
-    mine = coordinator_pb2.RendezvousMember(
+    this_member = coordinator_pb2.RendezvousMember(
         applied_step=work.holding.applied_step,
         address=work.host.address,
         slices=held_slices(work),
     )
     if view.size == 1:
-        return None, [mine]
+        return None, [this_member]
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
         return None, meet(work, view, b"")
     members: list[coordinator_pb2.RendezvousMember] = []
@@ -323,8 +323,8 @@ def _load_outer_base(
     work.holding.drop()
     tensors, metadata = work.base_state(plan.base)
     if plan.kept:
-        own, numbers = work.host.kept.load(work.key.run_id, plan.base.segment, plan.kept)
-        tensors, metadata = {**tensors, **own}, {**metadata, **numbers}
+        own_tensors, numbers = work.host.kept.load(work.key.run_id, plan.base.segment, plan.kept)
+        tensors, metadata = {**tensors, **own_tensors}, {**metadata, **numbers}
     failpoint("worker.replicas.loaded")
     trainer = build_local_steps_trainer(
         work.job,

@@ -226,7 +226,7 @@ def held_slices(work: ExecutionContext) -> HeldSlices | None:
     pieces, summary = trainer.pieces, trainer.pieces.summary
     if not pieces.is_mirrored:
         return None
-    kept = work.holding.kept_slices
+    copies = work.holding.kept_slices
     return HeldSlices(
         rank=trainer.share.rank,
         size=trainer.share.size,
@@ -236,7 +236,7 @@ def held_slices(work: ExecutionContext) -> HeldSlices | None:
         grad_norm=0.0 if summary is None else summary.norm.item(),
         is_finite=summary is not None and summary.is_finite,
         is_late=bool(work.holding.late),
-        before=None if kept is None or kept.step != trainer.step else kept.said(),
+        before=None if copies is None or copies.step != trainer.step else copies.said(),
     )
 
 
@@ -276,8 +276,8 @@ def _are_as_before(members: Members, survival: Survival, share: StateShare) -> b
         share.is_mirrored
         and len(survival.holders) == len(members)
         and survival.sources == tuple(range(len(members)))
-        and all(each.applied_step == survival.step for each in members)
-        and not any(each.slices.is_torn for each in members)
+        and all(member.applied_step == survival.step for member in members)
+        and not any(member.slices.is_torn for member in members)
     )
 
 
@@ -291,9 +291,9 @@ def _gathered(
     """Send the slices that others need from here, receive the rest, and load this member's
     share."""
     me, given = view.rank, dict[int, State]()
-    kept = _kept(work, survival, members, me)
-    if kept is not None and me in survival.givers:
-        given[me] = _gift(work, survival, kept, members, me)
+    copies = _copies(work, survival, members, me)
+    if copies is not None and me in survival.givers:
+        given[me] = _gift(work, survival, copies, members, me)
         offer(work, view, *given[me])
     failpoint("worker.mirror.offered")
     for rank in survival.givers:
@@ -302,13 +302,13 @@ def _gathered(
     whole, texts = _joined([given[rank] for rank in survival.givers], given[survival.donor])
     average_is_due = bool(texts.pop(_AVERAGE_IS_DUE, ""))
     sums = take_sums(texts, whole)
-    marks = {} if kept is None else _held(work).stream_marks()
-    work.holding.kept_slices = kept
+    marks = {} if copies is None else _held(work).stream_marks()
+    work.holding.kept_slices = copies
     work.holding.trainer = None  # it is in what was given
     trainer = load(work, whole, texts, share)
     if average_is_due:
         trainer.take_average()
-    if kept is None:
+    if copies is None:
         work.holding.late.clear()  # the sums of the donor hold that step already
         sums.take(work, trainer)
     else:
@@ -316,7 +316,7 @@ def _gathered(
     return trainer
 
 
-def _kept(
+def _copies(
     work: ExecutionContext, survival: Survival, members: Members, me: int
 ) -> KeptSlices | None:
     """Return copies of this member's slices of the division; None if it has none."""
@@ -331,7 +331,7 @@ def _kept(
         membership=survival.membership,
         size=held.size,
         step=survival.step,
-        slices={number: _slice(trainer, of_mirror=each) for each, number in numbers.items()},
+        slices={number: _slice(trainer, of_mirror=mirror) for mirror, number in numbers.items()},
         grad_norm=survival.grad_norm,
         is_finite=survival.is_finite,
     )
@@ -353,10 +353,10 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
 
 
 def _gift(
-    work: ExecutionContext, survival: Survival, kept: KeptSlices, members: Members, me: int
+    work: ExecutionContext, survival: Survival, copies: KeptSlices, members: Members, me: int
 ) -> State:
     """Return copies of the slices that this member gives to others; a donor adds the rest."""
-    tensors, metadata = kept.given(survival.slices_of(me))
+    tensors, metadata = copies.given(survival.slices_of(me))
     if me != survival.donor:
         return tensors, metadata
     trainer = _held(work)
@@ -369,8 +369,8 @@ def _gift(
 
 def _joined(given: Sequence[State], by_donor: State) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the whole state, joined from slices and from the donor's undivided rest."""
-    rest = {name: tensor for name, tensor in by_donor[0].items() if not _is_slice(name)}
-    whole = state_format.copied(rest)  # what is offered must not change
+    undivided = {name: tensor for name, tensor in by_donor[0].items() if not _is_slice(name)}
+    whole = state_format.copied(undivided)  # what is offered must not change
     slices: dict[SliceName, Tensor] = {}
     for tensors, _ in given:
         for name, tensor in tensors.items():

@@ -48,23 +48,23 @@ def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival
 
     Raises SoleCopyLostError if a slice was lost with all members that held it.
     """
-    said = [each.slices for each in members if each.HasField("slices")]
-    divisions = {each.membership for each in said}
-    divisions |= {each.before.membership for each in said if each.HasField("before")}
-    late = {rank for rank, each in enumerate(members) if each.slices.is_late}
+    said = [member.slices for member in members if member.HasField("slices")]
+    divisions = {slices.membership for slices in said}
+    divisions |= {slices.before.membership for slices in said if slices.HasField("before")}
+    late = {rank for rank, member in enumerate(members) if member.slices.is_late}
     lost: SoleCopyLostError | None = None
     for membership in sorted(divisions, reverse=True):
-        held = {rank: each for rank, each in enumerate(members) if _holds(each, membership)}
-        kept = {
-            rank: each.slices.before
-            for rank, each in enumerate(members)
-            if each.HasField("slices") and _keeps(each.slices, membership)
+        held = {rank: member for rank, member in enumerate(members) if _holds(member, membership)}
+        copies = {
+            rank: member.slices.before
+            for rank, member in enumerate(members)
+            if member.HasField("slices") and _keeps(member.slices, membership)
         }
-        steps = {each.applied_step for each in held.values()}
-        steps |= {each.step for each in kept.values()}
-        for step in sorted((each for each in steps if each >= base_step), reverse=True):
+        steps = {member.applied_step for member in held.values()}
+        steps |= {copy.step for copy in copies.values()}
+        for step in sorted((applied for applied in steps if applied >= base_step), reverse=True):
             try:
-                return _survival(membership, step, held, kept, late)
+                return _survival(membership, step, held, copies, late)
             except SoleCopyLostError as error:
                 if step > base_step:
                     lost = lost or error
@@ -85,24 +85,24 @@ def _survival(
     membership: int,
     step: int,
     held: Mapping[int, RendezvousMember],
-    kept: Mapping[int, KeptSlices],
+    copies: Mapping[int, KeptSlices],
     late: Container[int],
 ) -> Survival:
     """Return the survival of one division at one step. late: members that finish the step late.
     Raises SoleCopyLostError if a slice or the undivided state is lost."""
-    holders = {rank: each for rank, each in held.items() if _can_be_at(each, step)}
-    keepers = {rank: each for rank, each in kept.items() if each.step == step}
-    sizes = [each.slices.size for each in held.values()] + [each.size for each in kept.values()]
-    place_of = {number: rank for rank, each in keepers.items() for number in each.numbers}
+    holders = {rank: member for rank, member in held.items() if _can_be_at(member, step)}
+    keepers = {rank: copy for rank, copy in copies.items() if copy.step == step}
+    sizes = [peer.slices.size for peer in held.values()] + [copy.size for copy in copies.values()]
+    place_of = {number: rank for rank, copy in keepers.items() for number in copy.numbers}
     # Whose own it is gives it, rather than the member with its mirror, or with a copy.
-    place_of |= {(each.slices.rank - 1) % sizes[0]: rank for rank, each in holders.items()}
-    place_of |= {each.slices.rank: rank for rank, each in holders.items()}
+    place_of |= {(member.slices.rank - 1) % sizes[0]: rank for rank, member in holders.items()}
+    place_of |= {member.slices.rank: rank for rank, member in holders.items()}
     for number in range(sizes[0]):
         if number not in place_of:
             text = f"no worker that is left holds slice {number} of {sizes[0]}"
             raise SoleCopyLostError(f"{text} as it was divided last")
     donors: dict[int, HeldSlices | KeptSlices] = {
-        rank: each.slices for rank, each in holders.items() if each.applied_step == step
+        rank: member.slices for rank, member in holders.items() if member.applied_step == step
     }
     donors |= keepers  # they hold what is not divided as of the same step
     if not donors:

@@ -148,6 +148,6 @@ class GradientHistory:
     def replace(self, steps: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Replace all gradients, given oldest first; only the newest are kept if there are too
         many."""
-        kept = slice(-self._capacity, None)
-        self.steps, self.gradients = list(steps)[kept], list(gradients)[kept]
+        newest = slice(-self._capacity, None)
+        self.steps, self.gradients = list(steps)[newest], list(gradients)[newest]
         self._last_norm = None

@@ -334,9 +334,9 @@ class PhaseTraining:
                 "state.phases/history", "is of parameters with other names, shapes or dtypes"
             )
         names = [f"{_GRADIENT}{index}" for index in range(len(history["steps"]))]
-        self._history.replace(history["steps"], [self._own(tensors[name]) for name in names])
+        self._history.replace(history["steps"], [self._copy_of(tensors[name]) for name in names])
         if history["forecast"] is not None:
-            self._forecast = (history["forecast"], self._own(tensors[_FORECAST]))
+            self._forecast = (history["forecast"], self._copy_of(tensors[_FORECAST]))
         self._reached = tensors[_REACHED].tolist()
         self._state = state
 
@@ -344,7 +344,7 @@ class PhaseTraining:
     def _opened(self) -> State:
         return schedule.begin(self._state, self._spec, self._numerics)
 
-    def _own(self, source: Tensor) -> Tensor:
+    def _copy_of(self, source: Tensor) -> Tensor:
         """Return a copy on the parameters' device, in storage allocated by torch."""
         return torch.empty_like(source, device=self._params[0].device).copy_(source)
 

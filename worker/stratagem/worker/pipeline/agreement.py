@@ -102,15 +102,15 @@ class Agreement:
             weight.name: weight.param.grad for weight in self.own if weight.param.grad is not None
         }
         parts = dict(zip(grads, parts_of(list(grads.values()), self._numerics), strict=True))
-        own = total_norm(list(parts.values()), self._numerics)
-        is_finite = are_finite(own, list(grads.values()))
+        rank_norm = total_norm(list(parts.values()), self._numerics)
+        is_finite = are_finite(rank_norm, list(grads.values()))
         firsts = {weight.name for weight in self.own if self.is_first(weight)}
         norms = {name: norm for name, norm in parts.items() if name in firsts}
         words = {"is_finite": is_finite, "stop": scalars.stop, "names": list(norms)}
-        mine = Message(list(norms.values()), words)
+        verdict = Message(list(norms.values()), words)
         for rank in self._others:
-            self._send(_VERDICT, rank, mine)
-        said = [mine, *(self._recv(_VERDICT, rank) for rank in self._others)]
+            self._send(_VERDICT, rank, verdict)
+        said = [verdict, *(self._recv(_VERDICT, rank) for rank in self._others)]
         by_name: dict[str, Tensor] = {}
         for message in said:
             by_name |= zip(message.words["names"], message.tensors, strict=True)
@@ -141,18 +141,18 @@ class Agreement:
         ]
         return Message([grad for _, grad in copies], {"copies": [name for name, _ in copies]})
 
-    def _total(self, own: Trained, foreign: dict[tuple[str, str], Tensor]) -> Tensor | None:
-        here = {copy.node: copy.param.grad for copy in own.copies}
+    def _total(self, weight: Trained, foreign: dict[tuple[str, str], Tensor]) -> Tensor | None:
+        grads = {copy.node: copy.param.grad for copy in weight.copies}
         return add_uses(
-            here[copy.node] if copy.node in here else self._arrived(own, copy.node, foreign)
-            for copy in self._whole[own.name].copies
+            grads[copy.node] if copy.node in grads else self._arrived(weight, copy.node, foreign)
+            for copy in self._whole[weight.name].copies
         )
 
     def _arrived(
-        self, own: Trained, node: str, foreign: dict[tuple[str, str], Tensor]
+        self, weight: Trained, node: str, foreign: dict[tuple[str, str], Tensor]
     ) -> Tensor | None:
-        gradient = foreign.get((own.name, node))
-        return None if gradient is None else gradient.to(own.param.device)
+        gradient = foreign.get((weight.name, node))
+        return None if gradient is None else gradient.to(weight.param.device)
 
     def _address(self, number: int, source: int, target: int) -> Address:
         return self._lane.control(self.step, self._count, number, source, target)

@@ -102,7 +102,7 @@ def build_stage_runner(
         raise InvalidInputError.at("model", "has no trainable parameter")
     check_optimizer_of(job, model, entrypoints)
     if not job.only_evaluates:
-        check_alone(job.optimizer, [(each.name, each.param) for each in trained], entrypoints)
+        check_alone(job.optimizer, [(entry.name, entry.param) for entry in trained], entrypoints)
     randomness = KeyedRandomness(model, device)
     gather = make_gather(job, model, device, sources.readers)  # of all stages alike
     foreign = {node for node in owner if owner[node] != seat.rank}

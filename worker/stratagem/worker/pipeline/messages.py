@@ -248,19 +248,19 @@ class LocalPost:
         # All below is guarded by `_changed`.
         self._messages: dict[Address, Message] = {}
         self._steps = [-1] * size
-        self._taken: list[set[Address]] = [set() for _ in range(size)]
+        self._received: list[set[Address]] = [set() for _ in range(size)]
         self._end = ""
 
     def begin(self, rank: int, step: int) -> None:
         with self._changed:
-            self._steps[rank], self._taken[rank] = step, set()
+            self._steps[rank], self._received[rank] = step, set()
 
     def put(self, address: Address, message: Message) -> None:
         with self._changed:
             self._check_open()
             if address.step < self._steps[address.target]:
                 raise StaleError(f"{address}: member {address.target} is at a later step")
-            if address in self._messages or address in self._taken[address.target]:
+            if address in self._messages or address in self._received[address.target]:
                 raise ExchangeError(f"{address} was sent twice")
             self._messages[address] = message
             self._changed.notify_all()
@@ -271,7 +271,7 @@ class LocalPost:
             self._check_open()
             if address not in self._messages:
                 raise ExchangeError(f"receive of {address}: nothing within {timeout_s:g} s")
-            self._taken[address.target].add(address)
+            self._received[address.target].add(address)
             return self._messages.pop(address)
 
     def cut(self) -> None:

@@ -98,7 +98,7 @@ class RankPass:
     ) -> None:
         self._lane, self._parts, self._step, self._count = lane, parts, step, count
         self._gauge, self._times = gauge, times
-        self._kept: dict[tuple[int, int], Kept] = {}
+        self._traces: dict[tuple[int, int], Kept] = {}
         self._local: dict[Address, Message] = {}
 
     def awaited(self) -> Iterator[Address]:
@@ -117,23 +117,23 @@ class RankPass:
         for action in actions:
             part, key = self._parts[action.stage], (action.stage, action.micro_batch)
             if action.kind is TaskKind.FORWARD:
-                self._kept[key] = self._forward(part, action, work)
+                self._traces[key] = self._forward(part, action, work)
                 continue
             if action.kind is TaskKind.WEIGHT:
                 with self._computing(action), user_code(work.activity):
-                    part.backward_weight(self._kept.pop(key))
+                    part.backward_weight(self._traces.pop(key))
                 continue
             is_whole = action.kind is TaskKind.BACKWARD
-            kept = self._kept.pop(key) if is_whole else self._kept[key]
+            trace = self._traces.pop(key) if is_whole else self._traces[key]
             with self._waiting(action.stage):
                 received = {
                     boundary.number: self._recv(boundary, action.micro_batch, backward=True)
                     for boundary in part.after
-                    if kept.left[boundary.number]
+                    if trace.left[boundary.number]
                 }
             failpoint("worker.stages.before_backward")
             with self._timed(action), user_code(work.activity):
-                sent = (part.backward if is_whole else part.backward_input)(kept, received)
+                sent = (part.backward if is_whole else part.backward_input)(trace, received)
             for boundary in part.before:
                 if boundary.number in sent:
                     message = sent[boundary.number]
@@ -171,13 +171,13 @@ class RankPass:
             if part.reads_input or part.is_last:
                 x, y, num_rows = work.load(micro_batch)
             with user_code(work.activity):
-                kept, sent = part.forward(x, received)
+                trace, sent = part.forward(x, received)
                 if part.is_last:
-                    kept.loss = work.lose(kept.output, y, num_rows, micro_batch)
-                    kept.output = None
+                    trace.loss = work.lose(trace.output, y, num_rows, micro_batch)
+                    trace.output = None
         for boundary in part.after:
             self._send(boundary, micro_batch, sent[boundary.number], backward=False)
-        return kept
+        return trace
 
     def _timed(self, action: Action) -> AbstractContextManager[object]:
         """Return a context manager that times an action, also by the gauge, if any."""

@@ -77,13 +77,13 @@ class StageRunner:
         self._rank, self.setup, self.model = rank, setup, setup.model
         self.callbacks, self._job, self._lane = setup.callbacks, job, rank.lane
         self._agreement = Agreement(rank.lane, rank.trained, setup.numerics)
-        self._own = self._agreement.own
-        self.params = [(weight.name, weight.param) for weight in self._own]
+        self._weights = self._agreement.own
+        self.params = [(weight.name, weight.param) for weight in self._weights]
         is_trained = not job.only_evaluates
-        self.optimizer = setup.optimizer_of(self.params) if self._own and is_trained else None
+        self.optimizer = setup.optimizer_of(self.params) if self._weights and is_trained else None
         self._buffers = Buffers(self.model, setup.gather.device)
         self._average = average_of(job, self.params)
-        self.num_extras = num_scalars(len(self._own), self._buffers.num_elements)
+        self.num_extras = num_scalars(len(self._weights), self._buffers.num_elements)
         self._order = setup.batch_order() if is_trained else BatchOrder(1, job.batch_size, job.seed)
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
         self._schedule = None
@@ -215,14 +215,14 @@ class StageRunner:
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, str] = {}
         if self.optimizer is not None:
-            mine = [
+            firsts = [
                 (weight.name, weight.param)
-                for weight in self._own
+                for weight in self._weights
                 if self._agreement.is_first(weight)
             ]
-            tensors, numbers = state.optimizer_state(self.optimizer, mine)
+            tensors, numbers = state.optimizer_state(self.optimizer, firsts)
             if self._average is not None:
-                means, counts = self._average.state(name for name, _ in mine)
+                means, counts = self._average.state(name for name, _ in firsts)
                 tensors, numbers = {**tensors, **means}, {**numbers, **counts}
         numbers |= self.setup.execution.scale.metadata()
         if self._schedule is not None:
@@ -247,13 +247,13 @@ class StageRunner:
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Load a whole state, or a part with at least the names that this rank `wants`."""
         step = state.step_of(metadata)
-        own = {name: tensor for name, tensor in tensors.items() if self.wants(name)}
-        state.load_model_state(self.model, own)
+        wanted = {name: tensor for name, tensor in tensors.items() if self.wants(name)}
+        state.load_model_state(self.model, wanted)
         if self.optimizer is not None:
             numbers = {name: value for name, value in metadata.items() if self.wants(name)}
-            state.load_optimizer_state(self.optimizer, self.params, own, numbers)
+            state.load_optimizer_state(self.optimizer, self.params, wanted, numbers)
         if self._average is not None:
-            self._average.load(own, metadata)
+            self._average.load(wanted, metadata)
         if self._schedule is not None:
             self._schedule.load(metadata, step)
         self.setup.execution.scale.load(metadata)

@@ -136,18 +136,18 @@ def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
     pairs = _pairs(lane)
     lane.transport.begin(pass_number, _awaited(lane, pass_number, pairs))
     hops_s = [_ping(lane, pass_number, pair, meter) for pair in pairs if lane.rank in pair]
-    mine = {"hop_s": max(hops_s, default=0.0), "compute_s": meter.compute_s}
+    cost = {"hop_s": max(hops_s, default=0.0), "compute_s": meter.compute_s}
     others = [rank for rank in range(lane.size) if rank != lane.rank]
     for rank in others:
-        lane.transport.send(_address(lane, pass_number, _SHARE, lane.rank, rank), Message((), mine))
-    reports = {lane.rank: mine}
+        lane.transport.send(_address(lane, pass_number, _SHARE, lane.rank, rank), Message((), cost))
+    reports = {lane.rank: cost}
     for rank in others:
         address = _address(lane, pass_number, _SHARE, rank, lane.rank)
         reports[rank] = dict(lane.transport.recv(address, lane.timeout_s).words)
     lane.transport.end(lane.timeout_s)
-    told = [reports[rank] for rank in range(lane.size)]
-    compute_s = sum(report["compute_s"] for report in told) / lane.size
-    return Hops(max(report["hop_s"] for report in told), compute_s)
+    by_rank = [reports[rank] for rank in range(lane.size)]
+    compute_s = sum(report["compute_s"] for report in by_rank) / lane.size
+    return Hops(max(report["hop_s"] for report in by_rank), compute_s)
 
 
 def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
@@ -161,16 +161,16 @@ def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Me
     first."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)
-    there = [_address(lane, pass_number, 2 * i, low, high) for i in numbers]
-    back = [_address(lane, pass_number, 2 * i + 1, high, low) for i in numbers]
+    requests = [_address(lane, pass_number, 2 * i, low, high) for i in numbers]
+    answers = [_address(lane, pass_number, 2 * i + 1, high, low) for i in numbers]
     if lane.rank == high:
-        for request, answer in zip(there, back, strict=True):
+        for request, answer in zip(requests, answers, strict=True):
             lane.transport.send(answer, lane.transport.recv(request, lane.timeout_s))
         return 0.0
     size_bytes = min(meter.largest_bytes.get(high, 0), MAX_PING_BYTES)
     payload = torch.zeros(size_bytes, dtype=torch.uint8)
     took_s = []
-    for request, answer in zip(there, back, strict=True):
+    for request, answer in zip(requests, answers, strict=True):
         begun = time.perf_counter()
         lane.transport.send(request, Message([payload]))
         lane.transport.recv(answer, lane.timeout_s)

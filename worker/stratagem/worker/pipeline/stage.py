@@ -62,11 +62,11 @@ class StagePart:
         self._program, self._modules, self._device = plan.program, modules, device
         self._ends_single = ends_single
         self._calls = [call for call in plan.program.calls if call.node in nodes]
-        self._own = nn.ModuleList(modules[call.node] for call in self._calls)
+        self._stage_modules = nn.ModuleList(modules[call.node] for call in self._calls)
         self._run: Callable[[Any, Slots], None] = self._run_calls
         if interval:
-            own = {node: modules[node] for node in nodes}
-            self._run = grouped(self._calls, own, plan.program.num_uses, interval)
+            stage_modules = {node: modules[node] for node in nodes}
+            self._run = grouped(self._calls, stage_modules, plan.program.num_uses, interval)
         self.before, self.after = plan.before(stage), plan.after(stage)
         self.is_last = stage == len(plan.stages) - 1
         output = self._program.output if self.is_last else None
@@ -87,20 +87,20 @@ class StagePart:
     ) -> tuple[Kept, dict[int, Message]]:
         """Run the stage's nodes; return (tensors to keep, the message for each boundary). Gradients
         are recorded if torch's grad mode is on."""
-        kept, slots = Kept(), Slots()
+        trace, slots = Kept(), Slots()
         for boundary in self.before:
-            kept.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
+            trace.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
         callee = "the model" if self.reads_input else "a stage"
-        with noted(callee, given, self._own):
+        with noted(callee, given, self._stage_modules):
             self._run(given, slots)
         sent = {}
         for boundary in self.after:
-            message, kept.left[boundary.number] = _leave(boundary, slots)
+            message, trace.left[boundary.number] = _leave(boundary, slots)
             sent[boundary.number] = message
         if self.is_last:
             output = evaluate(self._program.output, given, slots)
-            kept.output = single(output) if self._ends_single else output
-        return kept, sent
+            trace.output = single(output) if self._ends_single else output
+        return trace, sent
 
     def _run_calls(self, given: Any, slots: Slots) -> None:
         run_calls(self._calls, self._modules, self._program.num_uses, given, slots)
@@ -154,24 +154,24 @@ class StagePart:
         return entered
 
     def _roots(
-        self, kept: Kept, received: Mapping[int, Message]
+        self, trace: Kept, received: Mapping[int, Message]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         tensors: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        if kept.loss is not None:
-            tensors.append(kept.loss)
+        if trace.loss is not None:
+            tensors.append(trace.loss)
             gradients.append(None)
         for number, message in received.items():
             for place, gradient in zip(message.words["places"], message.tensors, strict=True):
-                tensors.append(kept.left[number][tuple(place)])
+                tensors.append(trace.left[number][tuple(place)])
                 gradients.append(gradient.to(self._device))
         return tensors, gradients
 
-    def _gradients(self, kept: Kept) -> dict[int, Message]:
+    def _gradients(self, trace: Kept) -> dict[int, Message]:
         """Return the message of gradients for each boundary over which any are due."""
         sent = {}
         for boundary in self.before:
-            if entered := kept.entered[boundary.number]:
+            if entered := trace.entered[boundary.number]:
                 gradients = self._by_place(boundary, entered)
                 sent[boundary.number] = Message(
                     list(gradients.values()), {"places": [list(place) for place in gradients]}
@@ -195,18 +195,18 @@ def _leave(boundary: Boundary, slots: Slots) -> tuple[Message, dict[Place, Tenso
     """Return the message of a boundary, and the tensors for which gradients will come."""
     tensors: list[Tensor] = []
     values: list[Any] = []
-    left: dict[Place, Tensor] = {}
+    awaited: dict[Place, Tensor] = {}
     for node, uses in boundary.uses.items():
         for use in uses:
             leaving: list[Tensor] = []
             skeleton = take_apart(slots.pop((node, use)), leaving)
-            left |= {
+            awaited |= {
                 (node, use, i): tensor for i, tensor in enumerate(leaving) if tensor.requires_grad
             }
             if use == uses[0]:
                 values.append([node, skeleton, [tensor.requires_grad for tensor in leaving]])
                 tensors += [tensor.detach() for tensor in leaving]
-    return Message(tensors, {"values": values}), left
+    return Message(tensors, {"values": values}), awaited
 
 
 def _is_tail(uses: Sequence[int], num_uses: int) -> bool:

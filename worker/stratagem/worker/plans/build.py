@@ -238,9 +238,9 @@ def check_resumed_state(
 
     metadata: the state's; without a step if a federation made it. num_steps: of the whole training.
     """
-    found = metadata.get("step", str(initial.step))
-    if found != str(initial.step):
-        text = f"is {initial.step}, but the state is of step {found}"
+    state_step = metadata.get("step", str(initial.step))
+    if state_step != str(initial.step):
+        text = f"is {initial.step}, but the state is of step {state_step}"
         raise InvalidInputError.at("initial.step", text)
     if not isinstance(job.strategy, Federated) and num_steps <= (initial.step or 0):
         name = "epochs" if job.steps is None else "steps"
@@ -256,8 +256,8 @@ def _check_split(job: JobSpec, num_rows: Mapping[str, int]) -> None:
         return  # clients with separate data may have other splits
     split = job.evaluation.split
     if split not in num_rows:
-        known = ", ".join(num_rows) or "none"
-        raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        splits = ", ".join(num_rows) or "none"
+        raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {splits}')
     if not num_rows[split]:
         raise InvalidInputError.at("evaluation.split", f'"{split}" has no rows')
 
@@ -307,7 +307,7 @@ def structural(
     """Return the names of the job's variants whose states have another structure than the job's.
     model: the job's."""
     names: dict[str, None] = {}
-    own, entrypoints = work.job, work.entrypoints
+    job, entrypoints = work.job, work.entrypoints
     trained = [
         (name, param.dim()) for name, param in model.named_parameters() if param.requires_grad
     ]
@@ -317,10 +317,10 @@ def structural(
         if variant.name in names:
             continue
         try:
-            changed = with_fields(own, json.loads(variant.fields_json))
-            is_other = not go_on(own.optimizer, changed.optimizer, trained, entrypoints)
-            if changed.model != own.model:
-                own_layout = own_layout or layout_of(own, entrypoints)
+            changed = with_fields(job, json.loads(variant.fields_json))
+            is_other = not go_on(job.optimizer, changed.optimizer, trained, entrypoints)
+            if changed.model != job.model:
+                own_layout = own_layout or layout_of(job, entrypoints)
                 is_other = is_other or layout_of(changed, entrypoints) != own_layout
         except StratagemError:
             continue  # a variant that cannot be built has no state to copy
@@ -355,23 +355,23 @@ def go_on(
     number of dimensions). Raises StratagemError if one cannot be made."""
     if one == other:
         return True
-    mine, theirs = _by_group(one), _by_group(other)
-    if mine.keys() != theirs.keys():
+    of_one, of_other = _by_group(one), _by_group(other)
+    if of_one.keys() != of_other.keys():
         return False
     pairs = {(one.group_of(*param), other.group_of(*param), param[1]) for param in params}
     return all(
-        _goes_on(mine[own], theirs[others], dims, entrypoints)
-        and _goes_on(theirs[others], mine[own], dims, entrypoints)
-        for own, others, dims in sorted(pairs)
+        _goes_on(of_one[group], of_other[others], dims, entrypoints)
+        and _goes_on(of_other[others], of_one[group], dims, entrypoints)
+        for group, others, dims in sorted(pairs)
     )
 
 
 def _by_group(spec: OptimizerSpec) -> dict[str, OptimizerSpec]:
     """Return the optimizer of each group, with the hyperparameters of that group."""
     return {
-        name: OptimizerSpec.model_validate(each.of_group(name).document())
-        for each in spec.rules()
-        for name in each.groups
+        name: OptimizerSpec.model_validate(rule.of_group(name).document())
+        for rule in spec.rules()
+        for name in rule.groups
     }
 
 

@@ -147,16 +147,16 @@ def begin_rows(work: ExecutionContext, plan: pb.ClientRoundPlan, num_rows: int) 
 
 def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, str]:
     """Return (noise of a round, fingerprint of its secret)."""
-    own, client = plan.rows, str(plan.client)
+    rows, client = plan.rows, str(plan.client)
     spec = work.job.privacy
     assert spec is not None
     if spec.noise == "seeded":
         of_round = (str(work.segment), client)
         return RowNoise(seeded_secret(work.job.seed), of_round, is_seeded=True), ""
-    secret, fingerprint = own.secret, own.fingerprint
+    secret, fingerprint = rows.secret, rows.fingerprint
     if work.job.data.worker_local is not None:  # whatever the coordinator sends, the rows are here
         try:
-            secret = work.host.privacy_secret.get(own.fingerprint)
+            secret = work.host.privacy_secret.get(rows.fingerprint)
         except (SecretLostError, InvalidInputError) as error:
             raise RefusedBySiteError(f"{work.host.worker_id}: {error}") from None
         fingerprint = fingerprint_of(secret)
@@ -164,7 +164,7 @@ def _noise(work: ExecutionContext, plan: pb.ClientRoundPlan) -> tuple[RowNoise, 
         raise InvalidInputError.at("client_round.rows.secret", "is missing")
     job = hashlib.sha256(work.request.job_json.encode()).hexdigest()
     sizes = f"{plan.num_clients} {plan.local_epochs} {plan.num_lr_reductions}"
-    names = (work.key.run_id, own.name, plan.base.digest, job, sizes, client)
+    names = (work.key.run_id, rows.name, plan.base.digest, job, sizes, client)
     return RowNoise(secret, names), fingerprint
 
 
@@ -198,12 +198,12 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
     work.post(work.host.blobs.note_federation, work.key.run_id, federation)
     base, _ = work.blob(plan.base.digest)
     loss_before = _loss_before(work, base, plan)
-    kept = kept_state(work, plan, base)
-    trained = _train(work, plan, base, kept)
+    state = kept_state(work, plan, base)
+    trained = _train(work, plan, base, state)
     work.control.check()
-    done, state_digest = keep(work, trained.done, plan, trained.own_model, base, kept)
-    told = _told_of_nothing(work, done, base, plan, trained.rows)
-    if told is None:
+    done, state_digest = keep(work, trained.done, plan, trained.own_model, base, state)
+    empty = _told_of_nothing(work, done, base, plan, trained.rows)
+    if empty is None:
         update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})
         result = pb.ClientRoundResult(
             num_samples=done.num_samples,
@@ -216,7 +216,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             num_applied_steps=done.num_applied if _is_normalized(work.job) else None,
         )
     else:
-        update, result = told
+        update, result = empty
     if work.admission is not None:
         costs = {} if trained.rows is None else trained.rows.costs
         work.admission.update(update.manifest, update.buffers, done.num_samples, costs)
@@ -224,7 +224,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         update = _offered(update, result)
         work.control.check()  # no copy stays open of an update that nobody waits for
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
-    result.state_digest, result.state_lost = state_digest, kept.lost
+    result.state_digest, result.state_lost = state_digest, state.lost
     result.num_history_parts, result.history_digest = trained.history.end()
     failpoint("worker.round.trained")
     return result
@@ -248,9 +248,9 @@ def _train(
     work: ExecutionContext,
     plan: pb.ClientRoundPlan,
     base: Mapping[str, Tensor],
-    kept: RoundStart,
+    state: RoundStart,
 ) -> _Trained:
-    """Train the shared model, then the client's own model. kept: the client's state before."""
+    """Train the shared model, then the client's own model. state: the client's state before."""
     with StepRecorder(work) as recorder:
         timer = ClientSteps(work.host.stats)
         runner, rows = _runner(work), None
@@ -261,10 +261,10 @@ def _train(
         settings = RoundSettings(
             plan.num_lr_reductions,
             None if rows is None else rows.noise,
-            correction=correction(base, kept.own) if is_controlled(work.job) else None,
+            correction=correction(base, state.own) if is_controlled(work.job) else None,
         )
         done = runner.run(
-            kept.start,
+            state.start,
             plan.client,
             num_clients,
             work.segment,
@@ -272,7 +272,7 @@ def _train(
             after_step=history.add,
             settings=settings,
         )
-        model = own_model(work, runner, plan, base, kept)
+        model = own_model(work, runner, plan, base, state)
         timer.end(done.num_samples * _local_epochs(work.job))
     return _Trained(done, model, rows, history)
 

@@ -74,9 +74,9 @@ def check_personal(job: JobSpec, model: nn.Module) -> None:
             raise InvalidInputError.at(f"{_PERSONAL_FIELD}[{i}]", text)
     kinds: dict[int, tuple[bool, str]] = {}
     for name, tensor in state.items():
-        own = is_personal(job, name)
-        other = kinds.setdefault(id(tensor), (own, name))
-        if other[0] != own:
+        is_own = is_personal(job, name)
+        other = kinds.setdefault(id(tensor), (is_own, name))
+        if other[0] != is_own:
             text = f"{name} and {other[1]} are one tensor, and only one of the names fits a pattern"
             raise InvalidInputError.at(_PERSONAL_FIELD, text)
     if not any(t.requires_grad and not is_personal(job, n) for n, t in state.items()):
@@ -103,20 +103,20 @@ def kept_state(
     state."""
     if not _keeps(work.job):
         return RoundStart(base, {})
-    own, lost = None, ""
+    private, lost = None, ""
     if plan.state.digest:
         try:
-            own = _load(work, plan.client, plan.state)
+            private = _load(work, plan.client, plan.state)
         except NotFoundError as error:
             lost = str(error)
     elif is_at_worker(work.job):
         _store(work)  # refuse before anything is trained
     if _ditto(work.job) is not None:
-        return RoundStart(base, base if own is None else own, lost)
+        return RoundStart(base, base if private is None else private, lost)
     if is_controlled(work.job):
-        return RoundStart(base, control_begun(base) if own is None else own, lost)
-    own = _beginning(work) if own is None else own
-    return RoundStart({**base, **own}, own, lost)
+        return RoundStart(base, control_begun(base) if private is None else private, lost)
+    private = _beginning(work) if private is None else private
+    return RoundStart({**base, **private}, private, lost)
 
 
 def own_model(
@@ -171,28 +171,28 @@ def keep(
     job = work.job
     if not _keeps(job):
         return done, ""
-    own = model or personal(job, done.tensors)
+    private = model or personal(job, done.tensors)
     if is_controlled(job):
-        own, changed = control_moved(base, kept.own, done)
+        private, changed = control_moved(base, kept.own, done)
         done = replace(done, tensors={**done.tensors, **changed})
-    numbers = {n: t for n, t in own.items() if n in done.trained or not n.startswith(MODEL)}
+    numbers = {n: t for n, t in private.items() if n in done.trained or not n.startswith(MODEL)}
     is_checked = work.numerics >= REFUSES_INFINITE
     if is_checked and (name := diverged(numbers, {}, lambda: {**base, **kept.own})):
         text = (
             f"{name!r}, which client {plan.client} keeps to itself, has left the range of "
-            f"{str(own[name].dtype).removeprefix('torch.')}; lower optimizer.lr"
+            f"{str(private[name].dtype).removeprefix('torch.')}; lower optimizer.lr"
         )
         raise UserCodeError("FloatingPointError", text, activity=f"round {work.segment}")
     digest = ""
     if is_at_worker(job):
         of_round = work.key.run_id, plan.client, work.segment
-        digest = _store(work).save(*of_round, own, plan.kept_rounds)
+        digest = _store(work).save(*of_round, private, plan.kept_rounds)
     else:
-        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in private.items()}
         work.post(work.states.keep_outputs, work.segment, freeze(copies, {}))
     if model or is_controlled(job):
         return done, digest
-    trained = frozenset(name for name in done.trained if name not in own)
+    trained = frozenset(name for name in done.trained if name not in private)
     return replace(done, tensors=shared(job, done.tensors), trained=trained), digest
 
 
@@ -226,12 +226,12 @@ def _beginning(work: ExecutionContext) -> dict[str, Tensor]:
     """Return the initial private state, equal for all clients: from the job's initial state, or the
     model built from the seed."""
     model = build_model(work.job, work.entrypoints, device=torch.device("cpu"), fresh=True)
-    own = personal(work.job, model_state(model))
+    private = personal(work.job, model_state(model))
     initial = work.job.initial
     if initial is not None and initial.digest is not None:
         given = given_model_state(work.blob(initial.digest)[0], model)
-        own |= {name: given[name] for name in own.keys() & given.keys()}
-    return own
+        private |= {name: given[name] for name in private.keys() & given.keys()}
+    return private
 
 
 # ---- Control variates ----

@@ -44,19 +44,19 @@ def evaluate_state(
     inference = _inference(work, plan)
     evaluator = inference.evaluator
     share = evaluator.share(plan.splits, plan.rank, max(plan.size, 1), max(plan.count, 1))
-    left = [batch for batch in share if batch not in segment.evaluated]
+    pending = [batch for batch in share if batch not in segment.evaluated]
     spec = work.job.evaluation
     is_kept = spec is not None and spec.predictions
-    show = _Progress(work, len(share), len(share) - len(left))
-    evaluator.expect(left)
+    show = _Progress(work, len(share), len(share) - len(pending))
+    evaluator.expect(pending)
     with StepRecorder(work, EVALUATING) as recorder, constant_buffers(inference.model):
-        for number, batch in enumerate(left):
+        for number, batch in enumerate(pending):
             work.control.check()
             if work.control.view.membership != membership:
                 break
             if work.control.is_draining:
                 raise PlanStopped(DRAINED)
-            recorder.begin(batch[1], len(left) - number)
+            recorder.begin(batch[1], len(pending) - number)
             outputs = segment.outputs.setdefault(batch, {}) if is_kept else None
             segment.evaluated[batch] = inference.part(*batch, outputs)
             failpoint("worker.batch.evaluated")
@@ -64,12 +64,12 @@ def evaluate_state(
     if is_kept:
         work.post(work.states.keep, work.segment, freeze(_named(segment.outputs, share), {}))
     parts = [segment.evaluated[batch] for batch in share if batch in segment.evaluated]
-    own = None
+    metrics = None
     if len(parts) == len(share):  # otherwise another share has been requested
-        own = own_metrics(work, evaluator, plan.splits, parts, wants_sums=plan.wants_sums)
+        metrics = own_metrics(work, evaluator, plan.splits, parts, wants_sums=plan.wants_sums)
     result = pb.EvaluateResult(
         parts=list(parts_to_proto(parts)),
-        own_metrics=own,
+        own_metrics=metrics,
         wants_evaluation=inference.setup.callbacks.sees_evaluations,
     )
     return pb.ExecuteResult(evaluate=result), membership
@@ -96,10 +96,10 @@ def _inference(work: ExecutionContext, plan: pb.EvaluatePlan) -> Inference:
     if held is not None and held[0] == digest:
         return held[1]
     tensors, _ = work.blob(plan.base.digest)
-    own = state_to_evaluate(work, plan.client, plan.client_state)
+    private = state_to_evaluate(work, plan.client, plan.client_state)
     work.holding.inference = None  # a model that fails to load is not kept
     inference = work.new_inference(fresh=False) if held is None else held[1]
-    inference.load_state({**tensors, **own})
+    inference.load_state({**tensors, **private})
     work.holding.inference, work.holding.data_version = (digest, inference), work.data_version
     return inference
 

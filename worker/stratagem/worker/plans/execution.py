@@ -365,8 +365,8 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
         case "measure":
             return pb.ExecuteResult(measure=measure(work, request.measure)), membership
         case "measure_sums":
-            found = measure_sums(work, request.measure_sums)
-            return pb.ExecuteResult(measure_sums=found), membership
+            metrics = measure_sums(work, request.measure_sums)
+            return pb.ExecuteResult(measure_sums=metrics), membership
         case "show":
             return pb.ExecuteResult(show=show(work, request.show)), membership
         case _:
@@ -495,20 +495,20 @@ def users_fault(work: ExecutionContext, error: BaseException) -> pb.ExecuteResul
     activity = work.holding.activity
     match error:
         case UserCodeError():
-            told = error
+            fault = error
         case StratagemError():
-            told = UserCodeError(type(error).__name__, str(error))
+            fault = UserCodeError(type(error).__name__, str(error))
         case _:
-            told = user_error(error, activity)
+            fault = user_error(error, activity)
     if work.admission is not None:
-        told = work.admission.error(error, activity, told)
+        fault = work.admission.error(error, activity, fault)
     return pb.ExecuteResult(
         error=types_pb2.UserError(
-            type=told.type,
-            message=told.message,
-            traceback=told.traceback,
+            type=fault.type,
+            message=fault.message,
+            traceback=fault.traceback,
             worker_id=work.host.worker_id,
-            activity=told.activity or activity,
+            activity=fault.activity or activity,
             opens_in_s=error.opens_in_s if isinstance(error, SiteClosedError) else 0.0,
         )
     )

@@ -77,8 +77,8 @@ class StepHistory:
         if report.answered:
             # they belong to the previous step that on_step was shown, the last exact one
             latest = self._work.holding.tally.latest
-            shown = int(latest["step"]) if latest else report.step - 1
-            recorder.add(self._before + shown, self._logged(report.answered))
+            step = int(latest["step"]) if latest else report.step - 1
+            recorder.add(self._before + step, self._logged(report.answered))
         recorder.add(self._before + report.step, self._values(report, seconds))
         self._newest = report
         is_due = self._parts.are_due()
@@ -100,8 +100,8 @@ class StepHistory:
             recorder.add(self._before + (holding.applied_step or 0), self._named_values(measured))
         self._add_actions()
         self._send(is_end=True)
-        for _, each in self._sent_recorders():
-            self._parts.say_what_is_left_out(each)
+        for _, sent_recorder in self._sent_recorders():
+            self._parts.say_what_is_left_out(sent_recorder)
         return self._parts.num_parts, self._parts.digest
 
     def _logged(self, logged: Mapping[str, float]) -> Iterator[tuple[Series, float]]:
@@ -132,10 +132,10 @@ class StepHistory:
             memory["memory_bytes"] = float(memory_bytes(self._work.host.device))
         if self._observes:
             waited_s = report.exchange_wait_s
-            own = [(self._busy, max(seconds - waited_s, 0.0)), (self._wait, waited_s)]
+            numbers = [(self._busy, max(seconds - waited_s, 0.0)), (self._wait, waited_s)]
             if memory:
-                own.append((self._memory, memory["memory_bytes"]))
-            self._record("", report.step, own)
+                numbers.append((self._memory, memory["memory_bytes"]))
+            self._record("", report.step, numbers)
         for part in report.parts if self._has_parts else ():
             self._record(part.party, report.step, self._of_part(part, memory))
 

@@ -284,7 +284,7 @@ def _conclude(
         segment.summary = summary
         failpoint("worker.snapshot.taken")
     num_history_parts, history_digest = _end_history(plan, segment)
-    parts, own = _evaluate(work, plan, view, segment, joined)
+    parts, metrics = _evaluate(work, plan, view, segment, joined)
     return pb.TrainResult(
         step=trainer.step,
         loss=segment.summary.loss,
@@ -296,7 +296,7 @@ def _conclude(
         num_redone_steps=segment.num_redone_steps,
         metrics={**segment.summary.metrics, **work.holding.tally.shown},
         traffic=segment.summary.traffic,
-        own_metrics=own,
+        own_metrics=metrics,
         streams=segment.streams,
         stop_reason=segment.stop_reason,
         wants_evaluation=trainer.callbacks.sees_evaluations,
@@ -316,9 +316,9 @@ def _check_finite(
     committed."""
     if work.numerics < REFUSES_INFINITE:
         return
-    known = work.holding.infinite
+    infinite = work.holding.infinite
     name = diverged(
-        parameters_of(tensors, trainer.model), known, lambda: work.base_state(plan.base)[0]
+        parameters_of(tensors, trainer.model), infinite, lambda: work.base_state(plan.base)[0]
     )
     if name:
         cure = "optimizer.lr"
@@ -334,9 +334,9 @@ def _check_finite(
 def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalStepsTrainer) -> str:
     """Write the state that only this member has to a file; return its digest. Old files are
     deleted."""
-    kept, run_id = work.host.kept, work.key.run_id
-    kept.drop_before(run_id, plan.base.segment)
-    digest = kept.write(run_id, work.segment, trainer.copy_state(is_first=False))
+    files, run_id = work.host.kept, work.key.run_id
+    files.drop_before(run_id, plan.base.segment)
+    digest = files.write(run_id, work.segment, trainer.copy_state(is_first=False))
     failpoint("worker.replicas.kept")
     return digest
 
@@ -462,22 +462,22 @@ def own_metrics(
     """
     if evaluator.own is None:
         return None
-    kept = {(part.split, part.batch): part.kept for part in parts if part.kept is not None}
+    inputs = {(part.split, part.batch): part.kept for part in parts if part.kept is not None}
     if len(parts) == sum(map(evaluator.num_batches, splits)):
         work.set_activity("measuring")
         result = pb.OwnMetrics(are_measured=True)
         sums: list[SummedState] | None = [] if wants_sums else None
         for split in splits:
-            batches = [kept[batch] for batch in sorted(kept) if batch[0] == split]
+            batches = [inputs[batch] for batch in sorted(inputs) if batch[0] == split]
             result.metrics.update(evaluator.own.measured(split, batches, sums))
         result.sums.extend(map(_message, sums or ()))
         return result
-    if not kept:
+    if not inputs:
         return None
     named = {}
-    for (split, number), batch in sorted(kept.items()):
+    for (split, number), batch in sorted(inputs.items()):
         named.update(named_tensors(split, number, batch))
-    layout = next(iter(kept.values())).layout
+    layout = next(iter(inputs.values())).layout
     work.post(work.states.keep_outputs, work.segment, freeze(named, {LAYOUT: layout}))
     return pb.OwnMetrics()
 
@@ -485,12 +485,12 @@ def own_metrics(
 def measure(work: ExecutionContext, plan: pb.MeasurePlan) -> pb.OwnMetrics:
     """Return the user's own metrics over all members' batches, from the plan's blob."""
     work.set_activity("measuring")
-    own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
+    metrics = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
     tensors, metadata = work.blob(plan.outputs)
     result = pb.OwnMetrics(are_measured=True)
     for split in plan.splits:
-        if own is not None:
-            result.metrics.update(own.measured(split, from_named(tensors, metadata, split)))
+        if metrics is not None:
+            result.metrics.update(metrics.measured(split, from_named(tensors, metadata, split)))
     failpoint("worker.metrics.measured")
     return result
 
@@ -499,14 +499,14 @@ def measure_sums(work: ExecutionContext, plan: pb.MeasureSumsPlan) -> pb.OwnMetr
     """Return the user's own metrics from the summed states of all clients. Raises the first error
     if none can be computed."""
     work.set_activity("measuring")
-    own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
+    metrics = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
     states = [_state(message) for message in plan.sums]
     result = pb.OwnMetrics(are_measured=True)
     errors: list[StratagemError] = []
     for split in plan.splits:
-        if own is not None:
-            found, failed = own.merged(split, states)
-            result.metrics.update(found)
+        if metrics is not None:
+            values, failed = metrics.merged(split, states)
+            result.metrics.update(values)
             for name, error in failed.items():
                 log.warning("metric not merged", metric=name, reason=str(error))
                 result.unmerged[name] = getattr(error, "type", type(error).__name__)

@@ -232,8 +232,8 @@ def _objects(settings: WorkerSettings, data_plane: str) -> SignedObjects | None:
 def _privacy_secret(settings: WorkerSettings) -> PrivacySecret:
     if settings.privacy_secret is not None or settings.data_dir is None:
         return PrivacySecret(settings.privacy_secret, missing=NO_SECRET)
-    own = settings.data_dir / f"privacy-secret-{settings.worker_id}"
-    return PrivacySecret(own, may_make=True)
+    path = settings.data_dir / f"privacy-secret-{settings.worker_id}"
+    return PrivacySecret(path, may_make=True)
 
 
 def _client_states(settings: WorkerSettings) -> ClientStateStore | None:
@@ -275,9 +275,9 @@ def device_of(name: str) -> torch.device:
         raise InvalidInputError.at("--device", f"{name}: {lack}, or use --device cpu")
     num_devices = torch.cuda.device_count()
     if (device.index or 0) >= num_devices:
-        there = ", ".join(f"cuda:{number}" for number in range(num_devices)) or "none"
+        devices = ", ".join(f"cuda:{number}" for number in range(num_devices)) or "none"
         raise InvalidInputError.at(
-            "--device", f"{name} is not there; CUDA devices of this machine: {there}"
+            "--device", f"{name} is not there; CUDA devices of this machine: {devices}"
         )
     return device
 

@@ -45,15 +45,15 @@ def detect(wanted: Launcher, environ: Mapping[str, str], host: str, pid: int) ->
     for launcher, signs in _SIGNS:
         if all(sign in environ for sign in signs):
             return _PLACES[launcher](environ, host, pid)
-    known = ", ".join(f"{' and '.join(signs)} ({launcher})" for launcher, signs in _SIGNS)
-    raise InvalidInputError.at("--rendezvous", f"env: no launcher has set its variables: {known}")
+    options = ", ".join(f"{' and '.join(signs)} ({launcher})" for launcher, signs in _SIGNS)
+    raise InvalidInputError.at("--rendezvous", f"env: no launcher has set its variables: {options}")
 
 
 def coordinator_of(environ: Mapping[str, str]) -> str:
     """Return the coordinator's address from the environment, or "". MASTER_PORT is not used, since
     the launcher itself listens there."""
-    if told := environ.get(COORDINATOR, ""):
-        return told
+    if address := environ.get(COORDINATOR, ""):
+        return address
     master = environ.get("MASTER_ADDR", "")
     if not master:
         return ""
@@ -128,17 +128,17 @@ def _plain(environ: Mapping[str, str], host: str, pid: int) -> Place:
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
     """Return a Slurm step's number of tasks on this node: "4(x2),1" is 4, 4 and 1 per node."""
-    told = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if not told:
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not tasks:
         return 1
     node, counts = _number(environ, "SLURM_NODEID", default=0), list[int]()
-    for item in told.split(","):
+    for item in tasks.split(","):
         matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         if matched is None:
-            raise _wrong("SLURM_STEP_TASKS_PER_NODE", told, 'is not like "4(x2),1"')
+            raise _wrong("SLURM_STEP_TASKS_PER_NODE", tasks, 'is not like "4(x2),1"')
         counts += [int(matched[1])] * min(int(matched[2] or 1), node + 1)
     if node >= len(counts):
-        raise _wrong("SLURM_NODEID", str(node), f"has no entry in {told!r}")
+        raise _wrong("SLURM_NODEID", str(node), f"has no entry in {tasks!r}")
     return max(1, counts[node])
 
 

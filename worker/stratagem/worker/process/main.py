@@ -245,9 +245,9 @@ def keep_forks_away() -> None:
     unlike the one that multiprocessing makes.
     """
     sockets = SocketFolder()
-    own = Path(sockets.path("listener-01234567")).parent
+    folder = Path(sockets.path("listener-01234567")).parent
     atexit.register(sockets.close)
-    multiprocessing.current_process()._config["tempdir"] = str(own)  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["torch", bundle_import.__name__])
 

@@ -339,8 +339,8 @@ class WorkerSettings(BaseSettings):
     @property
     def threads_text(self) -> str:
         """Return the number of threads, and the environment variable that sets it."""
-        told = threads_told(os.environ)
-        return str(told if told and told.number == self.threads else ThreadChoice(self.threads))
+        given = threads_told(os.environ)
+        return str(given if given and given.number == self.threads else ThreadChoice(self.threads))
 
     @property
     def may_serve_plaintext(self) -> bool:
@@ -485,22 +485,22 @@ def with_place(values: dict[str, Any]) -> dict[str, Any]:
     place = detect(values["rendezvous"], os.environ, socket.gethostname(), os.getpid())
     num_cores = cores_at(place, os.environ, available_cores())
     by_environment = threads_told(os.environ)
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "name": place.name,
         "threads": num_cores if by_environment is None else by_environment.number,
         "max_readers": num_cores,
         "ephemeral": True,
     }
     if "device" not in values:
-        told["device"] = device_at(place, _num_cuda_devices())
+        defaults["device"] = device_at(place, _num_cuda_devices())
     coordinator = values.get("coordinator") or coordinator_of(os.environ)
     if not coordinator:
         problem = f"neither {COORDINATOR} nor MASTER_ADDR of the environment tells where it is"
         raise InvalidInputError.at("--coordinator", problem)
-    told["coordinator"] = coordinator
+    defaults["coordinator"] = coordinator
     if "listen" not in values and not values.get("tunnel") and coordinator != "-":
-        told["listen"] = _own_address_towards(split_addresses(coordinator)[0])
-    return told | {name: value for name, value in values.items() if value is not None}
+        defaults["listen"] = _own_address_towards(split_addresses(coordinator)[0])
+    return defaults | {name: value for name, value in values.items() if value is not None}
 
 
 def _num_cuda_devices() -> int:
@@ -519,8 +519,8 @@ def _own_address_towards(coordinator: str) -> str:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
-            own = str(probe.getsockname()[0])
+            source = str(probe.getsockname()[0])
     except OSError as error:
         problem = f"{host} is not known from here: {error}; say --listen HOST:PORT to start anyway"
         raise InvalidInputError.at("--coordinator", problem) from None
-    return f"[{own}]:0" if ":" in own else f"{own}:0"
+    return f"[{source}]:0" if ":" in source else f"{source}:0"

@@ -65,8 +65,8 @@ def say_mismatch(folder: StateFolder | None, store_id: str) -> None:
     if folder is None:
         reason = folder_mismatch("", "", store_id)
     else:
-        found = folder.store_id()
-        reason = folder_mismatch(str(folder.root), found, store_id, folder.problem())
+        folder_id = folder.store_id()
+        reason = folder_mismatch(str(folder.root), folder_id, store_id, folder.problem())
     if reason:
         log.warning("states are relayed", reason=reason)
 

@@ -146,14 +146,14 @@ class WorkerServicer(WorkerServiceServicer):
                 yield message
 
     def _refused(self, error: RefusedBySiteError) -> pb.ExecuteResult:
-        told = types_pb2.UserError(
+        refusal = types_pb2.UserError(
             type=type(error).__name__,
             message=str(error),
             worker_id=self._host.worker_id,
             activity="asking the site",
             opens_in_s=error.opens_in_s if isinstance(error, SiteClosedError) else 0.0,
         )
-        return pb.ExecuteResult(error=told)
+        return pb.ExecuteResult(error=refusal)
 
     async def GetState(
         self, request: pb.GetStateRequest, context: Context
@@ -380,8 +380,8 @@ class WorkerServicer(WorkerServiceServicer):
         local = job.data.worker_local
         is_ours = self._host.site is None  # otherwise the site's file lists the data
         if is_ours and local is not None and local not in self._host.local_data:
-            known = ", ".join(sorted(self._host.local_data)) or "none"
-            raise NotFoundError(f"this worker has no local data {local!r}; it has: {known}")
+            names = ", ".join(sorted(self._host.local_data)) or "none"
+            raise NotFoundError(f"this worker has no local data {local!r}; it has: {names}")
         return job
 
     def _base(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen | None]:
@@ -397,8 +397,8 @@ class WorkerServicer(WorkerServiceServicer):
             # ended.
             await self._pass(request.fence, request.session, is_order=False)
             run_id = check_run_id(request.session.run_id)
-            kept = await asyncio.to_thread(self._host.kept.frozen, run_id, request.kept)
-            return nullcontext(kept)
+            frozen = await asyncio.to_thread(self._host.kept.frozen, run_id, request.kept)
+            return nullcontext(frozen)
         session = await self._session(request.fence, request.session)
         is_update = request.WhichOneof("which") == "snapshot" and not request.HasField("pieces")
         if self._host.site is not None and not is_update:

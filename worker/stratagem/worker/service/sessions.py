@@ -107,10 +107,10 @@ class Sessions:
     def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
         """Return the execution of a request, with the request attached; None if there is none."""
         session = self._sessions.get(key_from(request.session))
-        known = session.find(key_of(request)) if session is not None else None
-        if known is not None:
-            known.attach(request)
-        return known
+        execution = session.find(key_of(request)) if session is not None else None
+        if execution is not None:
+            execution.attach(request)
+        return execution
 
     def begin(
         self, request: pb.ExecuteRequest, job: JobSpec, admission: SiteAdmission | None = None
@@ -221,8 +221,8 @@ class Sessions:
             self._host.thread.submit(lambda: self._host.readers.close(run_id))
             self._host.thread.submit(lambda: self._host.user_code.bundles.drop_run(run_id))
             # This runs after the sessions have left their parties, in the same thread.
-            here = contextvars.copy_context()
-            self._host.thread.submit(lambda: here.run(self._host.activations.clear_run, run_id))
+            context = contextvars.copy_context()
+            self._host.thread.submit(lambda: context.run(self._host.activations.clear_run, run_id))
             # Models are full of cycles (compiled code, the user's objects): few objects with much
             # memory, for which the collector would not run for a long time.
             self._host.thread.submit(_collect)

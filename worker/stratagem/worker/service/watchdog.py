@@ -68,7 +68,7 @@ class Watchdog:
     """This worker's number of steps when that run got the thread."""
     _wanted_s: float | None = None
     """Time since which others wait for the thread, whose work is not needed; None if none do."""
-    _told: list[PlanExecution] = field(default_factory=list)
+    _reported: list[PlanExecution] = field(default_factory=list)
     """The plans to which the present stay was reported."""
     _told_s: float = 0.0
     """Duration of the present stay when it was last reported."""
@@ -147,7 +147,7 @@ class Watchdog:
             is_run_over=not self.sessions.holds_run(self._run_id),
             has_stepped=self.host.stats.num_steps > self._num_steps,
             is_compiling=any(
-                is_compiling(_frames(each)) for each in sys._current_frames().values()
+                is_compiling(_frames(frame)) for frame in sys._current_frames().values()
             ),
         )
         return self._stay.is_hopeless(now_s, patience_s, wanted_s=wanted_s)
@@ -180,32 +180,32 @@ class Watchdog:
         seconds = self.host.stats.stalled_s = now_s - self._stay.since_s
         plans, is_again = list(self.sessions.awaiting_thread()), is_due_again(seconds, self._told_s)
         waited_s = self._waited_s(now_s)
-        late = [plan for plan in plans if plan not in self._told] if waited_s else []
-        told = plans if is_again else late
-        if not told:
+        late = [plan for plan in plans if plan not in self._reported] if waited_s else []
+        due = plans if is_again else late
+        if not due:
             return
         cause, activity, is_new = self._cause(), self._activity(), not self._told_s
         if is_again:
-            self._told, self._told_s = [], seconds
-        own = pb.Stall(seconds=seconds, activity=activity, place=cause.place, awaits=cause.awaits)
+            self._reported, self._told_s = [], seconds
+        stall = pb.Stall(seconds=seconds, activity=activity, place=cause.place, awaits=cause.awaits)
         behind_s = waited_s or seconds
-        for plan in told:
+        for plan in due:
             plan.work.outbox.stall(
-                own if plan is self._owner else self._behind(plan, own, behind_s)
+                stall if plan is self._owner else self._behind(plan, stall, behind_s)
             )
-        self._told += told
+        self._reported += due
         if is_new:
             self._log(cause, seconds)
 
-    def _behind(self, plan: PlanExecution, own: pb.Stall, seconds: float) -> pb.Stall:
+    def _behind(self, plan: PlanExecution, stall: pb.Stall, seconds: float) -> pb.Stall:
         """Return the report for a plan that waits for the thread. It names the plan in the thread
         only to the same submitter."""
         owner, awaits = self._owner, "another plan that keeps its torch thread"
         if isinstance(owner, PlanExecution) and owner.work.admission is None:
             work = owner.work
             if work.request.submitted_by == plan.work.request.submitted_by:
-                place = f" ({own.place})" if own.place else ""
-                at = f"{own.activity}{place}"
+                place = f" ({stall.place})" if stall.place else ""
+                at = f"{stall.activity}{place}"
                 awaits = f"its torch thread: run {work.key.run_id} is still at {at}"
         return pb.Stall(seconds=seconds, awaits=awaits)
 
@@ -213,9 +213,9 @@ class Watchdog:
         """Withdraw the reports, since the thread has moved on."""
         log.info("the torch thread has moved on", after_s=round(self._told_s))
         self.host.stats.stalled_s = 0.0
-        for plan in self._told:
+        for plan in self._reported:
             plan.work.outbox.stall(pb.Stall())
-        self._told, self._told_s = [], 0.0
+        self._reported, self._told_s = [], 0.0
 
     def _activity(self) -> str:
         """Return a text about what the thread is doing."""
@@ -262,11 +262,11 @@ def write_stacks_in(seconds: float) -> None:
 
 def _frames(frame: FrameType | None) -> list[StackFrame]:
     """Return the frames of a thread, innermost first."""
-    found = []
+    frames = []
     while frame is not None:
-        found.append(_stack_frame(frame))
+        frames.append(_stack_frame(frame))
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _stack_frame(frame: FrameType) -> StackFrame:
@@ -277,7 +277,7 @@ def _stack_frame(frame: FrameType) -> StackFrame:
 
 def _stacks(ident: int) -> Iterator[str]:
     """Yield the stacks of this thread and all others, except idle ones and the event loop's."""
-    frames, names = sys._current_frames(), {each.ident: each.name for each in threading.enumerate()}
+    frames, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
     for number in sorted(frames, key=lambda number: number != ident):
         name, frame = names.get(number, "unknown"), frames[number]
         if name != _EVENT_LOOP and frame.f_globals.get("__name__") != _IDLE:

@@ -327,8 +327,8 @@ class ExecutionContext:
         """Return the entry points of the job, after its code has been fetched."""
         admitted = self.admission
         allowed = None if admitted is None else SiteCode(admitted.site, admitted.entrypoints)
-        known = self.host.user_code
-        return known.entry_points_of(self.job, self.key.run_id, self._archive, allowed)
+        code = self.host.user_code
+        return code.entry_points_of(self.job, self.key.run_id, self._archive, allowed)
 
     def _archive(self, digest: str) -> bytes:
         tensor = self.blob(digest)[0].get(bundle.TENSOR)

@@ -66,7 +66,7 @@ def check_leaves(header: pb.WriteLeavesHeader) -> None:
 def sent_pieces(state: Frozen, pieces: pb.SnapshotPieces) -> SentState:
     """Return some byte ranges of a snapshot, ready to be sent."""
     buffers = state.named(pieces.name).buffers
-    views = ByteReader(buffers).all_views((each.offset, each.size) for each in pieces.ranges)
+    views = ByteReader(buffers).all_views((span.offset, span.size) for span in pieces.ranges)
     return SentState(pieces_manifest(sum(map(len, views))), views)
 
 
@@ -91,7 +91,7 @@ class LeafPieces:
             by_holder.setdefault(piece.holder, []).append(piece)
         views = {n: await self._views(n, pieces) for n, pieces in by_holder.items()}
         failpoint("worker.leaf.joined")
-        iterators = {number: iter(each) for number, each in views.items()}
+        iterators = {number: iter(parts) for number, parts in views.items()}
         return [view for piece in leaf.pieces for view in next(iterators[piece.holder])]
 
     async def _views(
@@ -119,7 +119,7 @@ class LeafPieces:
                 raise ConflictError(f"{holder.address} sends other bytes than were asked for")
             return received
 
-        ranges = [pb.ByteRange(offset=each.offset, size=each.size) for each in pieces]
+        ranges = [pb.ByteRange(offset=piece.offset, size=piece.size) for piece in pieces]
         request = pb.GetStateRequest(
             fence=self._header.fence,
             session=self._header.session,
@@ -253,13 +253,13 @@ class ObjectSink:
     async def write(self, leaf: HashedLeaf) -> None:
         """Send a leaf; retry with a new signed request, since the earlier one may have expired."""
         backoff = Backoff(0.2, 2.0)
-        for left in reversed(range(NUM_ATTEMPTS)):
+        for num_left in reversed(range(NUM_ATTEMPTS)):
             url = await self._stream.url(leaf.number, bytes.fromhex(leaf.digest))
             try:
                 await self.threads.run(partial(self._send, url, leaf.pieces))
                 break
             except UnavailableError as error:
-                if not left:
+                if not num_left:
                     raise
                 log.info("a leaf is sent again", leaf=leaf.digest, reason=str(error))
             await backoff.pause()

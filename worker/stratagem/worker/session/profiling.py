@@ -73,8 +73,8 @@ class StepRecorder:
         return profiler
 
     def _send(self, profiler: profile) -> None:
-        with temporary_folder("trace") as own:
-            path = own.path / "trace.json"
+        with temporary_folder("trace") as folder:
+            path = folder.path / "trace.json"
             profiler.export_chrome_trace(str(path))
             trace = json.loads(path.read_text())
         work, offset = self._work, self._work.host.clock.offset
@@ -96,7 +96,7 @@ def compacted(trace: Mapping[str, Any], offset_s: float) -> dict[str, Any]:
     {"base_ns": the origin of times, "events": [[name, category, begin_us, duration_us, thread]]}
     """
     timed = [event for event in trace["traceEvents"] if event.get("ph") == _TIMED]
-    own = [event for event in timed if event["name"].startswith(_OWN)]
+    steps = [event for event in timed if event["name"].startswith(_OWN)]
     others = [
         event
         for event in timed
@@ -106,7 +106,7 @@ def compacted(trace: Mapping[str, Any], offset_s: float) -> dict[str, Any]:
         others = sorted(others, key=lambda event: -event["dur"])[:MAX_EVENTS]
     first_us = min((event["ts"] for event in timed), default=0.0)
     base_ns = trace.get("baseTimeNanoseconds", 0) + round(first_us * 1000) + round(offset_s * 1e9)
-    rows = [_row(event, STEP_CATEGORY, first_us) for event in own]
+    rows = [_row(event, STEP_CATEGORY, first_us) for event in steps]
     rows += [_row(event, event.get("cat", ""), first_us) for event in others]
     return {"base_ns": base_ns, "events": rows}
 

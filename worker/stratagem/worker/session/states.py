@@ -107,7 +107,7 @@ class StateStore:
             while len(self._snapshots) > num_kept:
                 self._snapshots.popitem(last=False)
             held = self._snapshots.values()
-            names = {each.name for state in held for each in (state, state.mirror) if each}
+            names = {frozen.name for state in held for frozen in (state, state.mirror) if frozen}
         self._offered &= names
         if state.copy is not None:
             self._offered.add(state.name)
@@ -126,7 +126,7 @@ class StateStore:
     def drop_copies(self) -> None:
         """Close the offered copies of snapshots, which nobody reads any more."""
         with self._lock:
-            copies = [each.copy for each in self._snapshots.values()]
+            copies = [state.copy for state in self._snapshots.values()]
         for copy in copies:
             if copy is not None:
                 copy.close()
@@ -152,12 +152,12 @@ class StateStore:
     def reading_base(self, name: str) -> Iterator[Frozen | None]:
         """Context manager that provides a named snapshot for comparison; None if it is gone."""
         with self._lock:
-            found = [(n, each) for n, each in self._snapshots.items() if each.name == name]
-            self._num_readers.update(segment for segment, _ in found)
+            matches = [(n, state) for n, state in self._snapshots.items() if state.name == name]
+            self._num_readers.update(segment for segment, _ in matches)
         try:
-            yield found[0][1] if found else None
+            yield matches[0][1] if matches else None
         finally:
-            for segment, _ in found:
+            for segment, _ in matches:
                 self._end_reading(segment)
 
     @contextmanager
@@ -165,7 +165,7 @@ class StateStore:
         """Context manager that provides a named snapshot briefly, while reuse of its memory waits;
         None if it is gone."""
         with self._lock:
-            yield next((each for each in self._snapshots.values() if each.name == name), None)
+            yield next((state for state in self._snapshots.values() if state.name == name), None)
 
     def _end_reading(self, segment: int) -> None:
         with self._lock:
@@ -179,9 +179,9 @@ class StateStore:
             is_due = oldest == segment or len(self._snapshots) >= num_kept
             if not is_due or self._num_readers[oldest]:
                 return {}
-            taken = self._snapshots.pop(oldest)
-            mirrored = {} if taken.mirror is None else taken.mirror.reusable
-            return {**taken.reusable, **mirrored}
+            state = self._snapshots.pop(oldest)
+            mirrored = {} if state.mirror is None else state.mirror.reusable
+            return {**state.reusable, **mirrored}
 
     def keep_outputs(self, segment: int, outputs: Frozen) -> None:
         """Keep the inputs of the user's own metrics from the evaluation after a segment."""
@@ -232,15 +232,15 @@ class SentState:
 
     @property
     def num_bytes(self) -> int:
-        return self.manifest.total_bytes - sum(each.size for each in self.same)
+        return self.manifest.total_bytes - sum(span.size for span in self.same)
 
 
 def without_same(state: Frozen, base: Frozen) -> SentState:
     """Leave out the tensors that are equal in the base. Run it in a thread."""
     same = same_bytes(state.manifest, state.buffers, base.manifest, base.buffers)
     sent = [
-        pb.SameBytes(offset=each.offset, base_offset=each.base_offset, size=each.size)
-        for each in same
+        pb.SameBytes(offset=span.offset, base_offset=span.base_offset, size=span.size)
+        for span in same
     ]
     return SentState(state.manifest, list(cut(state.manifest, state.buffers, same)), sent)
 
@@ -284,7 +284,7 @@ class KeptSlices:
     def given(self, numbers: Iterable[int]) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return some of the slices, merged into one state."""
         parts = [self.slices[number] for number in numbers]
-        tensors = {name: tensor for found, _ in parts for name, tensor in found.items()}
+        tensors = {name: tensor for part, _ in parts for name, tensor in part.items()}
         metadata = {name: text for _, texts in parts for name, text in texts.items()}
         return tensors, metadata
 
@@ -316,11 +316,11 @@ class KnownLeaves:
     def hasher(self, state: Frozen) -> "LeafHasher":
         """Return the hasher of a state, which becomes the latest hashed one."""
         stored = state.manifest.stored()
-        layout: _Layout = [(each.name, each.dtype, each.shape, each.offset) for each in stored]
-        base, known = self._name, self._digests if layout == self._layout else {}
-        found = known if base == state.name else {}
-        self._name, self._layout, self._digests = state.name, layout, found
-        return LeafHasher(state, lambda: self._glimpsing(base), known, found)
+        layout: _Layout = [(spec.name, spec.dtype, spec.shape, spec.offset) for spec in stored]
+        base, base_digests = self._name, self._digests if layout == self._layout else {}
+        digests = base_digests if base == state.name else {}
+        self._name, self._layout, self._digests = state.name, layout, digests
+        return LeafHasher(state, lambda: self._glimpsing(base), base_digests, digests)
 
 
 class LeafHasher:
@@ -334,15 +334,15 @@ class LeafHasher:
         found: dict[int, bytes],
     ) -> None:
         """known: digests of the base's leaves. found: receives those of this state."""
-        self._glimpsing, self._known, self._found = glimpsing, known, found
+        self._glimpsing, self._base_digests, self._new_digests = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 
     def digest(self, number: int, pieces: Sequence[memoryview]) -> bytes:
         """Return the SHA-256 of leaf `number`, which consists of these pieces."""
-        digest = self._known.get(number)
+        digest = self._base_digests.get(number)
         if digest is None or not self._is_same(number, pieces):
             digest = hashed(pieces)
-        self._found[number] = digest
+        self._new_digests[number] = digest
         return digest
 
     def _is_same(self, number: int, pieces: Sequence[memoryview]) -> bool:

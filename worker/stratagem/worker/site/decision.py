@@ -85,26 +85,26 @@ def decide(
     general = next(_against_everywhere(offer), None)
     if general is not None:
         return Refused(f"site {name} refuses: {general}")
-    found: list[tuple[int, AcceptRule, list[_Against]]] = []
+    refusals: list[tuple[int, AcceptRule, list[_Against]]] = []
     closed: list[tuple[datetime, str]] = []
     for number, rule in enumerate(site.spec.accept, 1):
         against = list(_against(site, rule, offer, spent or {}))
         if against:
-            found.append((number, rule, against))
+            refusals.append((number, rule, against))
             continue
         verdict = _at(rule, number, at)
         if isinstance(verdict, FitsRule):
             return verdict
         closed.append(verdict)
     if closed:
-        opens, text = min(closed, key=lambda each: each[0].timestamp())
+        opens, text = min(closed, key=lambda reopening: reopening[0].timestamp())
         return Refused(f"site {name} is closed: {text}", opens)
-    number, rule, against = min(found, key=lambda each: len(each[2]))
+    number, rule, against = min(refusals, key=lambda refusal: len(refusal[2]))
     first = against[0]
-    others = ", ".join(each.field for each in against[1:])
+    others = ", ".join(mismatch.field for mismatch in against[1:])
     more = f"; against it also: {others}" if others else ""
     which = f"accept[{number - 1}]" if len(site.spec.accept) > 1 else "its rule"
-    nearest = f"the nearest of {len(site.spec.accept)} rules, {which}" if found[1:] else which
+    nearest = f"the nearest of {len(site.spec.accept)} rules, {which}" if refusals[1:] else which
     return Refused(f"site {name} refuses: {nearest}, {first.field}: {first.reason}{more}")
 
 

@@ -42,11 +42,11 @@ class CodePlaces:
 def told_type(error: BaseException) -> str:
     """Return the name of an error's type; for a UserCodeError, of the original type."""
     for kind in type(leaves(error)[0]).__mro__:
-        found: object = sys.modules.get(kind.__module__)
+        resolved: object = sys.modules.get(kind.__module__)
         for part in kind.__qualname__.split("."):
-            found = getattr(found, part, None)
+            resolved = getattr(resolved, part, None)
         name = f"{bundles.plain_name(kind.__module__)}.{kind.__qualname__}"
-        if found is kind and len(name) <= MAX_CHARS:
+        if resolved is kind and len(name) <= MAX_CHARS:
             return name.removeprefix("builtins.")
     return "Exception"
 
@@ -131,10 +131,10 @@ class Disclosure:
             case "client_round":
                 return pb.ExecuteResult(client_round=self._round(result.client_round))
             case "evaluate":
-                told = pb.EvaluateResult(parts=self._parts(result.evaluate))
-                if (own := self._own_metrics(result.evaluate.own_metrics)).metrics:
-                    told.own_metrics.CopyFrom(own)
-                return pb.ExecuteResult(evaluate=told)
+                disclosed = pb.EvaluateResult(parts=self._parts(result.evaluate))
+                if (metrics := self._own_metrics(result.evaluate.own_metrics)).metrics:
+                    disclosed.own_metrics.CopyFrom(metrics)
+                return pb.ExecuteResult(evaluate=disclosed)
             case "measure_sums":
                 return pb.ExecuteResult(measure_sums=self._own_metrics(result.measure_sums))
             case "build" | "error" | "interrupted":
@@ -179,21 +179,21 @@ class Disclosure:
     def _own_metrics(self, done: pb.OwnMetrics) -> pb.OwnMetrics:
         """Return the user's own metrics that the rule allows, and their states: "<split>.<metric>",
         or "<split>.<metric>.<key>" if a metric has several values."""
-        told = pb.OwnMetrics(are_measured=True)
+        disclosed = pb.OwnMetrics(are_measured=True)
         if self.tells_loss:
-            told.metrics.update(
+            disclosed.metrics.update(
                 {name: value for name, value in done.metrics.items() if self._is_allowed(name)}
             )
-            told.sums.extend(state for state in done.sums if self._is_allowed(state.metric))
-            told.unmerged.update(
+            disclosed.sums.extend(state for state in done.sums if self._is_allowed(state.metric))
+            disclosed.unmerged.update(
                 {name: kind for name, kind in done.unmerged.items() if self._is_allowed(name)}
             )
-        return told
+        return disclosed
 
     def _is_allowed(self, name: str) -> bool:
         """Return whether the rule allows this metric, or the metric that this is a value of."""
         metric = name.partition(".")[2]
-        return any(f"{metric}.".startswith(f"{each}.") for each in self.metrics)
+        return any(f"{metric}.".startswith(f"{allowed}.") for allowed in self.metrics)
 
     def error(self, error: BaseException, places: CodePlaces, activity: str) -> UserCodeError:
         """Return the disclosed part of an error: its type, and its line in the job's code.

@@ -62,10 +62,10 @@ def _check_code(value: object) -> str | tuple[str, ...]:
         return value
     if not isinstance(value, list | tuple) or not value:
         raise InvalidInputError(f'{value!r} is not none, signed:FILE or a list of "sha256:DIGEST"')
-    for each in value:
-        if not isinstance(each, str) or not _DIGEST.fullmatch(each):
+    for item in value:
+        if not isinstance(item, str) or not _DIGEST.fullmatch(item):
             raise InvalidInputError(
-                f"{each!r} is not sha256: and the 64 hex digits that `stratagem code digest` prints"
+                f"{item!r} is not sha256: and the 64 hex digits that `stratagem code digest` prints"
             )
     return tuple(value)
 
@@ -97,13 +97,13 @@ def _check_zone(value: str) -> str:
 def _read_data(value: object) -> Mapping[str, "SiteDataSpec"]:
     if not isinstance(value, Mapping) or not value:
         raise InvalidInputError("must have at least one table [data.NAME]")
-    found = {}
+    specs = {}
     for name, table in value.items():
         try:
-            found[name] = SiteDataSpec.parse(table)
+            specs[name] = SiteDataSpec.parse(table)
         except InvalidInputError as error:
             raise InvalidInputError(violations=under(name, error.violations)) from None
-    return FrozenDict(found)
+    return FrozenDict(specs)
 
 
 Code: TypeAlias = Annotated[Any, PlainValidator(_check_code)]
@@ -214,11 +214,11 @@ class SiteSpec(Section):
 
     @rule
     def _rules_fit(self) -> Iterator[Violation]:
-        known = ", ".join(self.data)
+        names = ", ".join(self.data)
         for i, accepted in enumerate(self.accept):
             for j, name in enumerate(accepted.data):
                 if name not in self.data:
-                    yield Violation(f"accept[{i}].data[{j}]", f"{name!r} is not one of {known}")
+                    yield Violation(f"accept[{i}].data[{j}]", f"{name!r} is not one of {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +290,9 @@ def _pins(spec: SiteSpec, folder: Path, files: list[Path]) -> PeerPins | None:
     if spec.peer_authority is not None:
         path = folder / spec.peer_authority
         files.append(path)
-        found = certificates_in("peer_authority", path)
-        authorities = tuple(each.public_bytes(Encoding.DER) for each in found)
-    fingerprints = frozenset(each.removeprefix("sha256:") for each in spec.peers)
+        certificates = certificates_in("peer_authority", path)
+        authorities = tuple(certificate.public_bytes(Encoding.DER) for certificate in certificates)
+    fingerprints = frozenset(fingerprint.removeprefix("sha256:") for fingerprint in spec.peers)
     return PeerPins(fingerprints, authorities)
 
 
@@ -404,13 +404,13 @@ class Opening:
 
 def parse_window(text: str) -> SiteWindow:
     """Parse a window. Raises InvalidInputError with the allowed forms."""
-    found = _WINDOW.fullmatch(text)
-    if found is None:
+    matched = _WINDOW.fullmatch(text)
+    if matched is None:
         raise InvalidInputError(f"{text!r} is not {FORM}")
-    days = frozenset(day for part in found["days"].split(",") for day in _days(part, text))
-    if found["begin"] is None:
+    days = frozenset(day for part in matched["days"].split(",") for day in _days(part, text))
+    if matched["begin"] is None:
         return SiteWindow(days)
-    return SiteWindow(days, _hour(found["begin"], text), _hour(found["end"], text))
+    return SiteWindow(days, _hour(matched["begin"], text), _hour(matched["end"], text))
 
 
 def _days(part: str, text: str) -> Iterator[int]:
@@ -456,9 +456,9 @@ def _spans(
 ) -> list[tuple[datetime, datetime]]:
     """Return the open times from yesterday to two weeks from now, in order and without overlap."""
     days = [today + timedelta(days=number) for number in range(-1, 15)]
-    found = (window.on(day, zone) for day in days for window in windows)
+    openings = (window.on(day, zone) for day in days for window in windows)
     merged: list[tuple[datetime, datetime]] = []
-    for opens, closes in sorted(filter(None, found), key=lambda span: span[0].timestamp()):
+    for opens, closes in sorted(filter(None, openings), key=lambda span: span[0].timestamp()):
         if merged and opens.timestamp() <= merged[-1][1].timestamp():
             before = merged.pop()
             merged.append((before[0], max(before[1], closes, key=lambda end: end.timestamp())))

@@ -94,18 +94,18 @@ class SiteAdmission:
 
     def disclosed(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
         """Return the disclosed part of a result, after auditing it."""
-        told = self.disclosure.result(result)
-        data = told.SerializeToString(deterministic=True)
+        disclosed = self.disclosure.result(result)
+        data = disclosed.SerializeToString(deterministic=True)
         answer: dict[str, JSON] = {
             "kind": "answer",
-            "outcome": told.WhichOneof("outcome") or "",
+            "outcome": disclosed.WhichOneof("outcome") or "",
             "bytes": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
         }
-        if told.HasField("error"):
-            answer["reason"] = told.error.message
+        if disclosed.HasField("error"):
+            answer["reason"] = disclosed.error.message
         self._write(answer)
-        return told
+        return disclosed
 
     def error(self, error: BaseException, activity: str, told: UserCodeError) -> UserCodeError:
         """Return the disclosed part of an error; the whole error goes to the site's log."""
@@ -222,7 +222,7 @@ class SiteGate:
                     self._audit = AuditFile(site.path(site.spec.audit.file))
             except InvalidInputError as error:
                 log.error("the site's file is wrong; all is refused until it is right", why=error)
-                keys = ", ".join(each.field for each in error.violations if each.field)
+                keys = ", ".join(fault.field for fault in error.violations if fault.field)
                 self._wrong = f"its file was changed and is wrong{keys and ' at '}{keys}"
             else:
                 log.info("the site's file was read again", path=str(self._file))

@@ -85,12 +85,12 @@ def forget(digest: str) -> None:
 
 
 def _is_home(root: str, head: str) -> bool:
-    known = _homes.get((root, head))
-    if known is None:
+    is_home = _homes.get((root, head))
+    if is_home is None:
         spec = find_spec(f"{root}.{head}")
-        known = spec is not None and (spec.has_location or not _is_installed(head))
-        _homes[root, head] = known
-    return known
+        is_home = spec is not None and (spec.has_location or not _is_installed(head))
+        _homes[root, head] = is_home
+    return is_home
 
 
 def _is_installed(head: str) -> bool:
@@ -175,7 +175,7 @@ class _Finder(MetaPathFinder):
 
 def install() -> None:
     """Install the finder once, before Python's, which would also find bundled modules."""
-    if not any(isinstance(each, _Finder) for each in sys.meta_path):
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -239,9 +239,9 @@ class CodeStore:
                 forget(digest)
 
     def _unpack(self, path: Path, digest: str, archive: bytes) -> None:
-        found = digest_of(archive)
-        if found != digest:
-            raise IntegrityError(f"code.digest: the bundle {digest} has the digest {found}")
+        actual = digest_of(archive)
+        if actual != digest:
+            raise IntegrityError(f"code.digest: the bundle {digest} has the digest {actual}")
         files = unpack(archive)
         part = Path(tempfile.mkdtemp(prefix=_PART, dir=self._folder))
         for name, content in files.items():
@@ -256,8 +256,8 @@ class CodeStore:
 
     def _make_room(self) -> None:
         """Remove the least recently used bundles of no present run until the rest fits."""
-        kept = [path for path in self._folder.iterdir() if not path.name.startswith(_PART)]
-        sizes = {path: _size(path) for path in sorted(kept, key=lambda path: path.stat().st_mtime)}
+        dirs = [path for path in self._folder.iterdir() if not path.name.startswith(_PART)]
+        sizes = {path: _size(path) for path in sorted(dirs, key=lambda path: path.stat().st_mtime)}
         total = sum(sizes.values())
         for path, size in sizes.items():
             if total <= self._max_bytes or path.name in self._users:

@@ -96,8 +96,8 @@ def input_hint(text: str, given: object, model: nn.Module) -> str:
     if _IS_ABOUT_DTYPES.search(text):
         return _dtype_hint(given, model)
     if "index out of range in self" in text:
-        tables = [each for each in model.modules() if isinstance(each, _TABLES)]
-        sizes = " or ".join(str(size) for size in sorted({each.num_embeddings for each in tables}))
+        tables = [emb for emb in model.modules() if isinstance(emb, _TABLES)]
+        sizes = " or ".join(str(size) for size in sorted({emb.num_embeddings for emb in tables}))
         rows = f"; of its embeddings each has {sizes} rows" if sizes else ""
         return f"; an index in x is below 0 or beyond the rows of an embedding{rows}"
     return ""
@@ -106,13 +106,13 @@ def input_hint(text: str, given: object, model: nn.Module) -> str:
 def _dtype_hint(given: object, model: nn.Module) -> str:
     """Return a remedy if rows and model have different float dtypes; else ""."""
     rows = _float_dtypes(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
-    own = _float_dtypes([*model.parameters(), *model.buffers()])
+    kinds = _float_dtypes([*model.parameters(), *model.buffers()])
     if not rows:
         return "; convert x to the dtype that the layer takes, in data.entrypoint or in forward"
-    if rows.keys() == own.keys():
+    if rows.keys() == kinds.keys():
         return ""
     return (
-        f"; the floats of the rows are {_names(rows)}, those of the model {_names(own)}: convert "
+        f"; the floats of the rows are {_names(rows)}, those of the model {_names(kinds)}: convert "
         "them in the data or in the model, or set execution.precision, which converts both"
     )
 

@@ -162,17 +162,17 @@ def _check_keywords(
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):  # a function without Python code checks its arguments itself
         return
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = [e.name for e in parameters if e.kind in (e.POSITIONAL_OR_KEYWORD, e.KEYWORD_ONLY)]
+    names = [e.name for e in parameters if e.kind in (e.POSITIONAL_OR_KEYWORD, e.KEYWORD_ONLY)]
     violations = [
         Violation(
             f"{field}.{key}",
-            f'{value!r}, but "{name}" takes no {key!r}{suggest(key, known)}; '
-            f"it takes {', '.join(known) or 'nothing'}",
+            f'{value!r}, but "{name}" takes no {key!r}{suggest(key, names)}; '
+            f"it takes {', '.join(names) or 'nothing'}",
         )
         for key, value in kwargs.items()
-        if key not in known
+        if key not in names
     ]
     if violations:
         raise InvalidInputError(violations=violations)
@@ -189,8 +189,8 @@ def _walk(module: ModuleType, qualname: str, field: str, name: str) -> object:
             raise _refusal(field, name, "reaches through a module that it imported")
         holder, target = target, getattr(target, part, None)
         if target is None:
-            known = [each for each in dir(holder) if not each.startswith("_")]
-            reason = f'cannot be found: no attribute "{part}"{suggest(part, known)}'
+            names = [attribute for attribute in dir(holder) if not attribute.startswith("_")]
+            reason = f'cannot be found: no attribute "{part}"{suggest(part, names)}'
             raise _refusal(field, name, reason)
     return target
 
@@ -242,9 +242,9 @@ def _keep_users_part(told_trace: traceback.TracebackException) -> None:
     """Remove frames of Stratagem from the traceback, and those of torch if others remain; also in
     causes."""
     behind = (told_trace.__cause__, told_trace.__context__, *(told_trace.exceptions or ()))
-    for each in behind:
-        if each is not None:
-            _keep_users_part(each)
+    for cause in behind:
+        if cause is not None:
+            _keep_users_part(cause)
     others = [frame for frame in told_trace.stack if not _is_ours(frame.filename)]
     users = [frame for frame in others if is_users(frame.filename)]
     for frame in users:

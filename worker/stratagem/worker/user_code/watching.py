@@ -46,7 +46,7 @@ def see_modules(folders: Iterable[str | Path]) -> None:
     Installed packages are left out, even inside the folders, since a new version needs a restart.
     """
     kinds = (Path(folder) for folder in folders)
-    places = tuple(f"{each}/" for folder in kinds for each in {folder.absolute(), folder.resolve()})
+    places = tuple(f"{root}/" for folder in kinds for root in {folder.absolute(), folder.resolve()})
     if not places:
         return
     passed_over = _passed_over.setdefault(places, set())
@@ -55,8 +55,8 @@ def see_modules(folders: Iterable[str | Path]) -> None:
         # attributes are not read, as some modules then import others
         if not isinstance(path, str) or not path.startswith(places) or _is_installed(name, path):
             passed_over.add(name)
-        elif len(_seen) < MAX_SEEN and (found := _looked_at(path)) is not None:
-            _seen[name] = found
+        elif len(_seen) < MAX_SEEN and (seen := _looked_at(path)) is not None:
+            _seen[name] = seen
 
 
 def changed_modules() -> Iterator[tuple[str, str]]:
@@ -72,16 +72,16 @@ def changed_modules() -> Iterator[tuple[str, str]]:
 
 
 def _is_installed(name: str, path: str) -> bool:
-    own = name.partition(".")[0] == _OURS
-    return own or "/site-packages/" in path or path.startswith(f"{sys.prefix}/")
+    is_ours = name.partition(".")[0] == _OURS
+    return is_ours or "/site-packages/" in path or path.startswith(f"{sys.prefix}/")
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def _looked_at(path: str) -> _SeenFile | None:
