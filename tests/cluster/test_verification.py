@@ -10,7 +10,7 @@ import pytest
 from stratagem.client.course.claims import Claim, ClaimPlace
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sdk.blocking import Client
-from stratagem.client.sdk.verification import Conclusion
+from stratagem.common.numerics.verification import Conclusion
 from tests.client.cli.command_line import PROGRAM, invoke
 from tests.cluster.jobs import Gates
 from tests.crash.jobs import (

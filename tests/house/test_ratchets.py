@@ -11,10 +11,10 @@ from tests.house.source import circles, imported, product
 
 pytestmark = pytest.mark.core
 
-MODULES = 429
+MODULES = 433
 FOLDERS = 70
-LINES = 120_400
-ONE_IMPORTER = 80
+LINES = 121_250
+ONE_IMPORTER = 82
 """Modules that exactly one other module imports: most of these belong into that one."""
 SHORT_LINES = 60
 SHORT = {
@@ -29,6 +29,7 @@ SHORT = {
     "coordinator.strategies.synchronous.local",
     # one idea that many use
     *("common.base.retry", "common.base.units", "common.numerics.rules"),
+    "common.numerics.verification",
 }
 IN_CIRCLES = {
     *("coordinator.core.state", "coordinator.core.strategy_contract"),

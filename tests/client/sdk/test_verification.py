@@ -23,7 +23,6 @@ from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Commit, Event, Phase, RunStatus
 from stratagem.client.sdk.run import AsyncRun
 from stratagem.client.sdk.verification import (
-    Conclusion,
     Difference,
     RunCalls,
     Verification,
@@ -54,6 +53,7 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import rules
+from stratagem.common.numerics.verification import Conclusion
 from tests.client.run_facts import (
     Fact,
     assigned,

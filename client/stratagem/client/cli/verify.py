@@ -22,7 +22,6 @@ from stratagem.client.course.claims import Claim, RunClaims, first_difference
 from stratagem.client.report.comparison import job_differences
 from stratagem.client.sdk.blocking import Client
 from stratagem.client.sdk.verification import (
-    Conclusion,
     Difference,
     Verification,
     certificate,
@@ -32,6 +31,7 @@ from stratagem.client.sdk.verification import (
 from stratagem.client.sdk.verification_plan import first_step
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.text import counted
+from stratagem.common.numerics.verification import Conclusion
 
 DIFFERS, INCOMPLETE = 4, 3
 """Exit codes: a claim differs; some could not be verified."""

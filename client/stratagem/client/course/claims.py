@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from stratagem.client.course.views import Event
+from stratagem.common.numerics.verification import VERIFIER
 
 Input = tuple[str, str]
 """An input of a run: its kind, and the party or client that computes from it."""
@@ -97,6 +98,8 @@ class RunClaims:
         """Process the next event; return the claims that it makes."""
         payload = event.payload
         party = payload.get("party", "")
+        if party == VERIFIER:  # it claims nothing for the run
+            return []
         self._note(event.kind, party, payload)
         self.inputs.update(inputs_of(event))
         self.doubt = self.doubt or doubt_of(event.kind, payload)

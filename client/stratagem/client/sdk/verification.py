@@ -12,7 +12,6 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -40,29 +39,13 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.ids import new_run_id
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.numerics import rules
+from stratagem.common.numerics.verification import Conclusion, conclude
 
 OnClaim = Callable[[Claim, Claim], None]
 """Called with each claim of the run and the new claim for its place."""
 MIN_RETENTION: Final = 4
 """The fewest commits that a verifying run keeps, because it stops some commits after a
 difference."""
-
-
-class Conclusion(StrEnum):
-    """Who is wrong, as far as a verification can tell."""
-
-    EQUAL = "EQUAL"
-    """No claim that was computed again differs."""
-    RUN = "RUN"
-    """Two other executions agree with each other, and not with the run."""
-    VERIFIER = "VERIFIER"
-    """A third execution agrees with the run, and not with the second one."""
-    JOB = "JOB"
-    """Three executions have three results: the job does not determine its bits."""
-    NOTHING = "NOTHING"
-    """No claim could be computed again."""
-    OPEN = "OPEN"
-    """A claim differs, and there is no third execution to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +85,7 @@ class Verification:
         if self.difference is None:
             return Conclusion.EQUAL if self.equal else Conclusion.NOTHING
         run, again, third = self.difference.claim, self.difference.again, self.difference.third
-        if third is None:
-            return Conclusion.OPEN
-        if third.digest == again.digest:
-            return Conclusion.RUN
-        return Conclusion.VERIFIER if third.digest == run.digest else Conclusion.JOB
+        return conclude(run.digest, again.digest, None if third is None else third.digest)
 
 
 # ---- Execution ----

@@ -4,7 +4,6 @@ A verification accuses nobody in doubt: what timing, machines, secrets, other da
 may have changed is not compared, and the reason is told.
 """
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -28,6 +27,7 @@ from stratagem.client.course.views import Event, RunStatus
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import rules
+from stratagem.common.numerics.verification import share_of
 from stratagem.common.strategy import ByCapability, Federated
 from stratagem.common.strategy.strategies import DataParallel, Local, ModelParallel
 
@@ -96,7 +96,7 @@ def chosen_steps(
         return set(root_steps(claims).values())
     if not 0 < sample <= 1:
         raise InvalidInputError.at("--sample", f"{sample} is not above 0 and at most 1")
-    shares = {_share(seed, segment): step for segment, step in states.items()}
+    shares = {share_of(seed, segment): step for segment, step in states.items()}
     return {step for share, step in shares.items() if share < sample or share == min(shares)}
 
 
@@ -118,11 +118,6 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             found.append([number, number])
     return ",".join(str(a) if a == b else f"{a}:{b}" for a, b in found)
-
-
-def _share(seed: int, segment: int) -> float:
-    digest = hashlib.sha256(f"{seed}/{segment}".encode()).digest()
-    return int.from_bytes(digest[:7], "big") / 2.0**56
 
 
 def kept_states(job: JobSpec, status: RunStatus) -> dict[int, int]:

@@ -17,10 +17,12 @@ from stratagem.coordinator.core.strategy_contract import (
     REGIONAL,
     SCHEDULED,
     SILOS,
+    VERIFIED,
     VERSION,
     Strategies,
     Strategy,
 )
+from stratagem.coordinator.strategies import verified
 from stratagem.coordinator.strategies.federated import regions, silos
 from stratagem.coordinator.strategies.federated import strategy as federated
 from stratagem.coordinator.strategies.population import scheduled
@@ -38,6 +40,7 @@ BUILT_IN = Strategies(
         REGIONAL: regions.STRATEGY,
         SCHEDULED: scheduled.STRATEGY,
         SILOS: silos.STRATEGY,
+        VERIFIED: verified.STRATEGY,
     }
 )
 

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 from stratagem.common.base.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics.verification import Conclusion
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
 from stratagem.coordinator.core.courses import resumed_metrics, with_course
 from stratagem.coordinator.core.effects import Base, slots
@@ -36,6 +37,7 @@ from stratagem.coordinator.core.facts import (
     RunSubmitted,
     SegmentCommitted,
     SegmentFinished,
+    SegmentRefuted,
     SoleCopiesLost,
     UpdateReceived,
     UpdateRejected,
@@ -270,6 +272,9 @@ def _returned(run: RunRecord, fact: RunResumed) -> RunRecord:
     assert fact.from_segment is not None
     base = Base(fact.from_segment, fact.step, fact.digest, fact.streams, fact.average)
     commits = tuple(commit for commit in run.commits if commit.segment <= base.segment)
+    if not commits or commits[-1].segment != base.segment:  # a verification may lag far behind
+        at = base.segment, base.step, base.digest
+        commits = (*commits, CommittedState(*at, {}, base.streams, base.average))
     if nesting.returned is not None:
         value = nesting.returned(run.job, run.value, base, commits[-1].metrics)
     else:
@@ -313,6 +318,8 @@ def _needs_its_journal(fact: Fact) -> bool:
             return bool(fact.without)
         case UpdateRejected():
             return not fact.cause.is_of_the_job
+        case SegmentRefuted():
+            return fact.conclusion in (Conclusion.JOB, Conclusion.OPEN)
         case _:
             return isinstance(fact, RoundWaits | ClientsJoined | ClientStateLost)
 

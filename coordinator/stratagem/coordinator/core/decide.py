@@ -75,6 +75,7 @@ from stratagem.coordinator.core.strategy_calls import (
     Raised,
     ask,
     deadline_of,
+    failure_of,
     objections_to,
     parties_of,
     reform_of,
@@ -349,8 +350,7 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
     if isinstance(command.fact, RunFailed):
         return (JournalEntry(command.run_id, command.fact),)
     if isinstance(command.fact, PartyFailed) and command.fact.party == ROOT:
-        failed = RunFailed(reason=command.fact.reason, error=command.fact.error)
-        return (JournalEntry(command.run_id, failed),)
+        return (JournalEntry(command.run_id, failure_of(run, command.fact)),)
     reason = reject_reason_of(run, command.fact)
     if isinstance(reason, Raised):
         return (JournalEntry(command.run_id, RunFailed(reason=reason)),)

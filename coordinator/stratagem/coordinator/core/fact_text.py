@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from stratagem.common.base.text import counted, values_text
 from stratagem.common.job.fields import range_of, without_spreads
+from stratagem.common.numerics.verification import Conclusion
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.courses import how
 from stratagem.coordinator.core.facts import KINDS, Fact, Value
@@ -147,6 +148,17 @@ def _waits(fact: f.RoundWaits) -> str:
     return f"{fact.reason}; the round waits{again}"
 
 
+def _refuted(fact: f.SegmentRefuted) -> str:
+    text = f"segment {fact.segment} was computed wrongly: the replicas of its members differ"
+    if fact.digests:
+        run, second = (_few(names) for names in fact.workers[:2])
+        text = f"segment {fact.segment} computed by {run} differs from that by {second}"
+    text += f": {_CONCLUSIONS[fact.conclusion]}"
+    if fact.quarantined:
+        return f"{text}; {_few(fact.quarantined)} computed it wrongly again"
+    return f"{text}; {_few(fact.marked)} may have been wrong once" if fact.marked else text
+
+
 def _score(score: float | None) -> str:
     return "invalid" if score is None else f"{score:.6g}"
 
@@ -177,6 +189,13 @@ def _generation(fact: f.GenerationClosed) -> str:
     return "; ".join([text, *(_copied(copy) for copy in fact.copied)])
 
 
+_CONCLUSIONS: Mapping[Conclusion, str] = {
+    Conclusion.RUN: "the run was wrong and returns to the state before it",
+    Conclusion.VERIFIER: "the verifier was wrong",
+    Conclusion.JOB: "the job does not repeat itself, and is verified no more",
+    Conclusion.OPEN: "who is wrong is open, and nothing is verified any more",
+}
+
 _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkerRegistered": lambda e: (
         f"worker {e.member.worker_id} registered"
@@ -202,6 +221,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "RunReleased": lambda e: "its workers are free again",
     "RunDeleted": lambda e: _by("deleted", e),
     "RunExpired": lambda e: f"deleted: {e.reason}",
+    "ReplicasDiffer": lambda e: f"failed: {e.reason}",
     "PartyFailed": lambda e: f"failed: {e.reason}",
     "MembersFormed": lambda e: f"members are {_names(e.members)} ({e.reason})",
     "ProcessDied": lambda e: (
@@ -268,6 +288,8 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"
     ),
     "RoundWaits": _waits,
+    "SegmentVerified": lambda e: f"segment {e.segment} verified by {_few(e.workers)}",
+    "SegmentRefuted": _refuted,
     "Noted": lambda e: f"{e.kind}: {e.reason}" if e.reason else e.kind,
     "PopulationFormed": lambda e: f"population of {counted(len(e.params), 'member')} formed",
     "MemberEvolved": _evolved,

@@ -15,7 +15,14 @@ from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec
 from stratagem.common.job.rules import check_submitted
 from stratagem.common.strategy import Federated
-from stratagem.coordinator.core.facts import Fact, Member, RoundAccounted, RoundClosed, RunFailed
+from stratagem.coordinator.core.facts import (
+    Fact,
+    Member,
+    PartyFailed,
+    RoundAccounted,
+    RoundClosed,
+    RunFailed,
+)
 from stratagem.coordinator.core.state import EndedRun, RunPhase, RunRecord, World
 from stratagem.coordinator.core.strategy_contract import PartyView, Status, Strategies
 
@@ -129,6 +136,15 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
         return run.strategy.deaths_to_charge(run.value, member)
     except Exception as error:
         return (RunFailed(reason=Raised.by(error)),)
+
+
+def failure_of(run: RunRecord, fact: PartyFailed) -> Fact:
+    """Return what follows from a failure of the run's own party, most often that of the run."""
+    try:
+        goes_on = run.strategy.own_failure(run.value, fact)
+    except Exception as error:
+        return RunFailed(reason=Raised.by(error))
+    return goes_on or RunFailed(reason=fact.reason, error=fact.error)
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:

@@ -15,7 +15,14 @@ from stratagem.common.job import JobSpec
 from stratagem.common.schema.json import suggest
 from stratagem.common.strategy import Custom, Federated, Local, ModelParallel, describe
 from stratagem.coordinator.core.effects import Base, Effect
-from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, RunFailed, Setting
+from stratagem.coordinator.core.facts import (
+    Fact,
+    Member,
+    PartyFailed,
+    ProcessDied,
+    RunFailed,
+    Setting,
+)
 from stratagem.coordinator.core.state import RunPhase, World
 
 # ---- Contract ----
@@ -186,6 +193,9 @@ class Strategy:
     own_reform: Callable[[Any, Party, str], Fact | None] = lambda *_: None
     """(value, party, reason): a new membership for a party whose members failed to exchange tensors
     although all of them live."""
+    own_failure: Callable[[Any, PartyFailed], Fact | None] = lambda *_: None
+    """(value, failed): the fact with which the run goes on after a failure of its own party; None:
+    the run fails."""
     own_setback: Callable[[JobSpec, Any], str] = lambda *_: ""
     """(job, value): text that ends the reason of a membership made by own_reform: what members
     lose; "" if they go on with what they hold."""
@@ -256,6 +266,7 @@ SILOS = "FederatedSilos"
 REGIONAL = "FederatedRegions"
 EVALUATION = "Evaluation"
 SCHEDULED = "Scheduled"
+VERIFIED = "Verified"
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +315,13 @@ def _name_of(job: JobSpec) -> str:
     gives.
 
     Some jobs have implementations of their own: federations whose clients are parties or
-    federations, jobs whose hyperparameters change by step, and jobs that train nothing.
+    federations, jobs that are verified, jobs whose hyperparameters change by step, and jobs
+    that train nothing.
     """
     if _is_evaluated_in_shares(job):
         return EVALUATION
+    if job.verification is not None:
+        return VERIFIED
     if job.hyperparameter_schedule is not None:
         return SCHEDULED
     strategy = job.strategy

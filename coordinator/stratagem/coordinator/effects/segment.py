@@ -8,6 +8,7 @@ undisturbed.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,7 @@ from stratagem.common.base.ids import Digest, Party, RunId, child_party
 from stratagem.common.history import Columns, Series, stride_of
 from stratagem.common.history.recording import MAX_SERIES, pack
 from stratagem.common.numerics.shards import assign_shards
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json import dump_json
 from stratagem.coordinator.core.effects import ExchangeMethod, Release, RunSegment
@@ -26,7 +28,7 @@ from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
     Member,
-    PartyFailed,
+    ReplicasDiffer,
     RunReleased,
     SegmentFinished,
     SoleCopiesLost,
@@ -218,10 +220,8 @@ def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float
 async def _report(
     env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
 ) -> None:
-    differing = _differing(effect, results)
-    if differing:
-        reason = f"the replicas differ after segment {effect.segment}: {differing}"
-        await env.runs.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+    if differing := _differing(effect, results):
+        await env.runs.report(effect.run_id, differing)
         return
     evaluated = await _evaluated(env, effect, results)
     if evaluated is None:
@@ -275,15 +275,25 @@ def _streams(results: list[worker_pb2.TrainResult]) -> str:
     return text if len(text) <= MAX_STREAMS_CHARS else ""
 
 
-def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
-    """Name the members whose state digest differs from the others'; "" if all agree."""
+def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> ReplicasDiffer | None:
+    """Return the failure of members whose state digests differ; None if all agree."""
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
     is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
     # All replicas hold the same, apart from private state, which fingerprints do not cover.
     for part in (effect.members,) if is_replicated else effect.parts:
-        if len({by_member[member] for member in part}) > 1:
-            return ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)
-    return ""
+        (commonest, count), *others = Counter(by_member[member] for member in part).most_common()
+        if not others:
+            continue
+        names = ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)
+        rest = tuple(m.worker_id for m in part if by_member[m] != commonest)
+        return ReplicasDiffer(
+            party=effect.party,
+            reason=f"the replicas differ after segment {effect.segment}: {names}",
+            segment=effect.segment,
+            step=effect.to_step,
+            minority=rest if 2 * count > len(part) else (),
+        )
+    return None
 
 
 # ---- Step history ----
@@ -298,9 +308,10 @@ log = structlog.get_logger()
 
 
 def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
-    """Return the steps per row of the step history; 0 if the job records or trains nothing."""
+    """Return the steps per row of the step history; 0 if the job records or trains nothing, or the
+    segment is only verified."""
     recording = runs.job_of(effect.run_id, effect.party).recording
-    is_off = recording is not None and not recording.steps
+    is_off = effect.party == VERIFIER or (recording is not None and not recording.steps)
     num_steps = effect.num_rounds * effect.num_steps
     return 0 if is_off or not num_steps else stride_of(num_steps)
 

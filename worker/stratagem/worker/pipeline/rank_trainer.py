@@ -99,6 +99,7 @@ class StageRunner:
         self.schedules = Schedules(rank.schedule, rank.lane, device, is_pipelined=is_pipelined)
         needed = rank.lane.plan.dependencies()
         own_stages = {stage: needed[stage] for stage in rank.lane.stages()}
+        self._is_alone = len(own_stages) == len(needed)
         self._times = StageTimes(device, rank.lane.rank, own_stages)
         self._num_passes = 0
         self._row_key: Key = ()  # of the latest step
@@ -228,7 +229,9 @@ class StageRunner:
         if self._schedule is not None:
             numbers |= self._schedule.metadata()
         metadata = state.state_metadata(self.step, numbers)
-        return {**state.model_state(self.model), **tensors}, metadata
+        whole = {**state.model_state(self.model), **tensors}
+        # Where ranks have parts, the whole is sorted by name: so that of one rank is, too.
+        return dict(sorted(whole.items())) if self._is_alone else whole, metadata
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
         """Return `state` copied to the CPU; no other rank of the replica has any of it. into: see

@@ -56,6 +56,7 @@ from stratagem.coordinator.core.facts.run_facts import Noted as Noted
 from stratagem.coordinator.core.facts.run_facts import PartyFailed as PartyFailed
 from stratagem.coordinator.core.facts.run_facts import PopulationFormed as PopulationFormed
 from stratagem.coordinator.core.facts.run_facts import ProcessDied as ProcessDied
+from stratagem.coordinator.core.facts.run_facts import ReplicasDiffer as ReplicasDiffer
 from stratagem.coordinator.core.facts.run_facts import RunCancelled as RunCancelled
 from stratagem.coordinator.core.facts.run_facts import RunCompleted as RunCompleted
 from stratagem.coordinator.core.facts.run_facts import RunDeleted as RunDeleted
@@ -67,6 +68,8 @@ from stratagem.coordinator.core.facts.run_facts import RunResumed as RunResumed
 from stratagem.coordinator.core.facts.run_facts import RunSubmitted as RunSubmitted
 from stratagem.coordinator.core.facts.run_facts import SegmentCommitted as SegmentCommitted
 from stratagem.coordinator.core.facts.run_facts import SegmentFinished as SegmentFinished
+from stratagem.coordinator.core.facts.run_facts import SegmentRefuted as SegmentRefuted
+from stratagem.coordinator.core.facts.run_facts import SegmentVerified as SegmentVerified
 from stratagem.coordinator.core.facts.run_facts import SoleCopiesLost as SoleCopiesLost
 from stratagem.coordinator.core.facts.run_facts import StoppedEarly as StoppedEarly
 from stratagem.coordinator.core.facts.run_facts import UploadDue as UploadDue
@@ -95,6 +98,7 @@ Fact = (
     | BlobsHeld
     | ClusterSummed
     | RunSubmitted
+    | ReplicasDiffer
     | RunCancelled
     | RunResumed
     | RunFailed
@@ -112,6 +116,8 @@ Fact = (
     | SegmentCommitted
     | UploadDue
     | CommitUploaded
+    | SegmentRefuted
+    | SegmentVerified
     | SoleCopiesLost
     | Evaluated
     | ClientEvaluated

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
+from stratagem.common.numerics.verification import Conclusion
 from stratagem.coordinator.core.facts.fact_values import (
     Capability,
     Cause,
@@ -217,6 +218,15 @@ class PartyFailed(Value):
     cause: Cause = Cause.UNKNOWN
 
 
+class ReplicasDiffer(PartyFailed):
+    """Members that should hold the same state at the end of a segment hold different ones."""
+
+    segment: int = 0
+    step: int = 0
+    minority: tuple[WorkerId, ...] = ()
+    """The members whose state is not that of the majority; empty without a majority."""
+
+
 # ---- Parties ----
 #
 # A party trains synchronously; its facts concern members, segments, commits and evaluations.
@@ -375,6 +385,42 @@ class Evaluated(Value):
     """The blob of the model's outputs, if they were requested."""
     without: tuple[int, ...] = ()
     """Clients of a federation that were absent too long to be waited for."""
+
+
+# ---- Verification ----
+#
+# A party of its own, the verifier, executes segments of the run again; see strategies/verified.py.
+
+
+class SegmentVerified(Value):
+    """Other workers have computed the same state at the end of a segment."""
+
+    party: Party
+    segment: int
+    step: int
+    digest: Digest
+    workers: tuple[WorkerId, ...]
+    """The workers that have computed it again."""
+
+
+class SegmentRefuted(Value):
+    """Another execution of a segment ended with another state; who is wrong, as far as is known.
+
+    A run that was wrong returns to the newest state that is trusted.
+    """
+
+    party: Party
+    segment: int
+    step: int
+    conclusion: Conclusion
+    workers: tuple[tuple[WorkerId, ...], ...]
+    """The workers of the run, of the second and third execution, and of each probe of a worker."""
+    digests: tuple[Digest, ...] = ()
+    """The states that these have computed; empty if the replicas of the run itself differ."""
+    quarantined: tuple[WorkerId, ...] = ()
+    """The workers that computed another state than the majority twice."""
+    marked: tuple[WorkerId, ...] = ()
+    """The workers of which one was wrong once; a second mark within a day quarantines."""
 
 
 # ---- Facts of other strategies ----

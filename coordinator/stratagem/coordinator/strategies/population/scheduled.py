@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.base.ids import Party
+from stratagem.common.base.ids import Party, RunId
 from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec, check_optimizer, scheduled_job
 from stratagem.common.job.schedules import HyperparameterSchedule
 from stratagem.common.strategy import Federated
-from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.effects import Base, Effect
 from stratagem.coordinator.core.facts import Fact, RunCompleted
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.core.strategy_contract import (
@@ -127,6 +127,15 @@ def returned(
     return _advanced(job, ScheduledRun(nested.returned(child, base, metrics), setting))
 
 
+def pending(
+    run_id: RunId, _job: JobSpec, value: ScheduledRun, horizon: int | None
+) -> frozenset[Effect]:
+    """Return the effects due, up to the end of the current setting, or an earlier horizon."""
+    child = value.child
+    ends = child.horizon if horizon is None else min(horizon, child.horizon)
+    return child.strategy.pending(run_id, child.job, child.value, ends)
+
+
 def status(job: JobSpec, value: ScheduledRun, world: World) -> Status:
     """Return the party's status; the training ends where the schedule does."""
     child = value.child
@@ -151,7 +160,7 @@ STRATEGY = Strategy(
     decide=decide,
     transition=transition,
     reject_reason=lambda _job, value, fact: nested.reject_reason(value.child, fact),
-    pending=lambda run_id, _job, value, _horizon: nested.pending(run_id, value.child),
+    pending=pending,
     status=status,
     children=lambda value: (value.child,),
     nesting=Nesting(

@@ -1,0 +1,333 @@
+"""Verify a run while it trains: other workers execute a sample of its segments again.
+
+The run's own party trains as without verification, and waits for nothing. A second party, the
+verifier, is given the states that precede the chosen segments and trains these segments under the
+same job, like a member of a population that copies a state. If it ends with another state, a third
+execution and probes of single workers follow (verdict.py). A run that was wrong returns to the last
+state that is trusted, by the same fact as when a user resumes it from a commit.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.base.ids import Digest, RunId, WorkerId
+from stratagem.common.base.text import counted
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.verification import VERIFIER, Conclusion
+from stratagem.coordinator.core.effects import Base, Effect
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    Fact,
+    MembersFormed,
+    PartyFailed,
+    ReplicasDiffer,
+    RunCompleted,
+    RunResumed,
+    SegmentRefuted,
+)
+from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.core.strategy_contract import (
+    VERSION,
+    Child,
+    Nesting,
+    Status,
+    Strategies,
+    Strategy,
+)
+from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.verdict import (
+    Blame,
+    Check,
+    Workers,
+    penalties,
+    reason_of,
+)
+from stratagem.coordinator.strategies.verified_run import (
+    VerifiedRun,
+    begin,
+    missed,
+    spec_of,
+    trained_job,
+    transition,
+    trusting,
+)
+
+MAX_TRIED = 8
+"""The most workers of which one might do alone; a strategy that needs several gets all."""
+
+
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """Return the violations of the job without its verification, whose section has rules of its
+    own."""
+    return nested.check(trained_job(job), strategies)
+
+
+# ---- Decisions ----
+
+
+def decide(job: JobSpec, value: VerifiedRun, world: World, now_s: float) -> Fact | None:
+    """Return the next fact: what a verification has found, else that of the run's own party, else
+    that of the verifier. The run completes after the last verification, unless nobody can do it."""
+    if value.verified is not None:
+        return value.verified
+    for penalty in penalties(value.blame, world.workers, now_s) if value.blame else ():
+        return penalty
+    if value.return_to is not None:
+        base = value.return_to.base
+        return RunResumed(
+            by="verification",
+            from_segment=base.segment,
+            step=base.step,
+            digest=base.digest,
+            streams=base.streams,
+            average=base.average,
+        )
+    if fact := _verdict(value, world, now_s):
+        return fact
+    main = value.main
+    fact = main.strategy.decide(main.job, main.value, world, now_s)
+    is_end = isinstance(fact, RunCompleted)
+    if not value.checks or (fact is not None and not is_end):
+        return fact
+    moved = nested.decide(value.verifier, _place(job, value, world), now_s)
+    if isinstance(moved, MembersFormed):
+        return moved.model_copy(update={"reason": _purpose(value.checks[0], moved)})
+    if moved is not None or not isinstance(fact, RunCompleted):
+        return moved or fact
+    if nested.members([value.verifier]):
+        return None  # the run ends after this verification
+    if value.checks[0].executions:
+        return _refuted(value.checks[0], Conclusion.OPEN)
+    text = _counts(missed(value, *value.checks))
+    return fact.model_copy(update={"reason": f"{fact.reason}; {text}"})
+
+
+def _purpose(check: Check, formed: MembersFormed) -> str:
+    """Return a sentence on why the verifier has these members."""
+    segment = f"segment {check.points[0].segment}"
+    if not formed.members:
+        return f"nobody can verify {segment} now"
+    purposes = ("verifies", "decides who is wrong about")
+    number = len(check.executions)
+    return f"{purposes[number] if number < len(purposes) else 'is tested with'} {segment}"
+
+
+def _verdict(value: VerifiedRun, world: World, now_s: float) -> Fact | None:
+    """Return the next penalty, or the end of a check in which a state differed; None if there is no
+    such check, or a suspect can still be probed."""
+    if not value.checks or (conclusion := value.checks[0].conclusion) is None:
+        return None
+    check = value.checks[0]
+    if _probed(value, world) is not None:
+        return None
+    if conclusion is Conclusion.RUN and not check.wrong and value.unexplained == check.points[0]:
+        return _refuted(check, Conclusion.OPEN)  # and again: so would it be after another return
+    blame = Blame(check.wrong, check.marked, check.differed_s, reason_of(check.points[0].segment))
+    for penalty in penalties(blame, world.workers, now_s):
+        return penalty
+    return _refuted(check, conclusion)
+
+
+def _refuted(check: Check, conclusion: Conclusion) -> SegmentRefuted:
+    point, executions = check.points[0], check.executions
+    return SegmentRefuted(
+        party=ROOT,
+        segment=point.segment,
+        step=point.base.step,
+        conclusion=conclusion,
+        digests=(point.base.digest, *(each.digest for each in executions)),
+        workers=tuple(tuple(sorted(each)) for each in _workers_of(check)),
+        quarantined=tuple(sorted(check.wrong)),
+        marked=tuple(sorted(check.marked)) if conclusion is check.conclusion else (),
+    )
+
+
+def _workers_of(check: Check) -> Iterator[Workers]:
+    yield check.points[0].workers
+    yield from (execution.workers for execution in check.executions)
+
+
+# ---- Places ----
+
+
+def _place(job: JobSpec, value: VerifiedRun, world: World) -> World:
+    """Return the world that the verifier sees: one worker that may execute the check, if possible
+    one that it had before; more if the strategy needs more; nobody if there is none."""
+    for pool in _pools(job, value, world):
+        present = [name for name in pool if name in value.held]
+        for names in [*([name] for name in (*present, *pool)[:MAX_TRIED]), [*pool]]:
+            world_seen = _only(world, names)
+            if _can_form(value.verifier, world_seen):
+                return world_seen
+    return _only(world, ())
+
+
+def _pools(
+    job: JobSpec, value: VerifiedRun, world: World
+) -> Iterator[Mapping[WorkerId, WorkerRecord]]:
+    """Yield the workers that may execute the check, the least loaded first; if none of them can,
+    those that follow may."""
+    check = value.checks[0]
+    usable = {
+        record.member.worker_id: record
+        for record in world.usable()
+        if value.fingerprint in ("", record.capability.numerics_fingerprint)
+    }
+    members = {member.worker_id for member in nested.members([value.main])}
+    if len(check.executions) >= 2:
+        name = _probed(value, world)
+        yield {} if name is None else {name: usable[name]}
+        return
+    computed = frozenset[WorkerId]().union(*(point.workers for point in check.points))
+    others = {name: record for name, record in usable.items() if name not in computed}
+    if check.executions:  # best by others than the first two, else by the run's own
+        first, own = check.executions[0].workers, check.points[0].workers
+        yield {name: record for name, record in others.items() if name not in first}
+        yield {name: record for name, record in usable.items() if name in own - first}
+        yield {name: record for name, record in usable.items() if name in own}
+        return
+    match spec_of(job).on:
+        case "spare":
+            yield {
+                name: record
+                for name, record in others.items()
+                if name not in members and not _is_busy(value, world, name)
+            }
+        case "any":
+            yield others
+        case "members":
+            yield {name: record for name, record in others.items() if name in members}
+            yield {name: record for name, record in usable.items() if name in members}
+
+
+def _is_busy(value: VerifiedRun, world: World, name: WorkerId) -> bool:
+    """Return True if a run other than this one has the worker."""
+    return world.load.get(name, 0) > (name in value.held)
+
+
+def _probed(value: VerifiedRun, world: World) -> WorkerId | None:
+    """Return the next suspect that can execute the segment alone; None if there is none."""
+    for name in value.checks[0].unprobed:
+        record = world.workers.get(name)
+        if record is None or not record.is_usable:
+            continue
+        if _can_form(value.verifier, _only(world, (name,))):
+            return name
+    return None
+
+
+def _only(world: World, names: Iterable[WorkerId]) -> World:
+    """Return a world of these workers alone, tagged so that they take every stage."""
+    workers = {}
+    for name in names:
+        record = world.workers[name]
+        tags = (*record.capability.tags, VERIFIER)
+        capability = record.capability.model_copy(update={"tags": tags})
+        workers[name] = replace(record, capability=capability)
+    return World(workers, world.load, numerics=world.numerics)
+
+
+def _can_form(verifier: Child, world: World) -> bool:
+    """Return True if the verifier has, or could have, members in this world."""
+    fact = nested.decide(verifier, world, 0.0)
+    if isinstance(fact, MembersFormed):
+        return bool(fact.members)
+    return fact is None and bool(nested.members([verifier]))
+
+
+# ---- Queries ----
+
+
+def reject_reason(_job: JobSpec, value: VerifiedRun, fact: Fact) -> str:
+    """Return the reason why a reported fact is stale; "" if it is expected."""
+    if not nested.is_of(value.verifier, fact):
+        return nested.reject_reason(value.main, fact)
+    return nested.reject_reason(value.verifier, fact) if value.checks else "nothing is verified now"
+
+
+def pending(
+    run_id: RunId, _job: JobSpec, value: VerifiedRun, horizon: int | None
+) -> frozenset[Effect]:
+    """Return the effects due for the training, and for the check under way."""
+    main = value.main
+    effects = main.strategy.pending(run_id, main.job, main.value, horizon)
+    return effects | nested.pending(run_id, value.verifier) if value.checks else effects
+
+
+def status(_job: JobSpec, value: VerifiedRun, world: World) -> Status:
+    """Return the status of the training, with the state of the verification."""
+    main = value.main
+    shown = main.strategy.status(main.job, main.value, world)
+    return replace(shown, extra={**shown.extra, "verification": _counts(value)})
+
+
+def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
+    """Return the fact that a segment was computed wrongly, if replicas differ after it; None for
+    another failure, or if they differ again without a majority."""
+    if not isinstance(failed, ReplicasDiffer) or value.latest is None:
+        return None
+    if not failed.minority and value.num_ties:
+        return None
+    names = (member.worker_id for member in nested.members([value.main]))
+    return SegmentRefuted(
+        party=ROOT,
+        segment=failed.segment,
+        step=failed.step,
+        conclusion=Conclusion.RUN,
+        workers=(tuple(sorted(names)),),
+        marked=tuple(sorted(failed.minority)),
+    )
+
+
+def _counts(value: VerifiedRun) -> str:
+    text = f"{counted(value.num_verified, 'chosen segment')} verified"
+    if value.num_missed:
+        text += f", {value.num_missed} not"
+    return f"{text}; ended, as the bits do not repeat" if value.is_off else text
+
+
+def _parties(value: VerifiedRun) -> tuple[Child, ...]:
+    """Return the parties with work; the verifier comes first, as all parties are within the
+    root."""
+    return (value.verifier, value.main) if value.checks else (value.main,)
+
+
+def _blobs(value: VerifiedRun) -> frozenset[Digest]:
+    """Return the states from which checks begin, or may begin."""
+    bases = (base for each in value.checks for base in (each.base, *each.points[:1]))
+    states = {point.base.digest for point in (*bases, value.return_to) if point is not None}
+    return frozenset(states)
+
+
+def _returned(
+    _job: JobSpec, value: VerifiedRun, base: Base, metrics: Mapping[str, float]
+) -> VerifiedRun:
+    if value.return_to is not None and value.return_to.base == base:
+        metrics = value.return_to.metrics
+    checks = tuple(each for each in value.checks if each.points[-1].segment <= base.segment)
+    main = nested.returned(value.main, base, metrics)
+    return trusting(replace(value, main=main, checks=checks))
+
+
+def _rebased(job: JobSpec, value: VerifiedRun, base: Base, _num_rows: Any) -> VerifiedRun:
+    return _returned(job, value, base, {})
+
+
+STRATEGY = Strategy(
+    version=VERSION,
+    check=check,
+    init=begin,
+    decide=decide,
+    transition=transition,
+    reject_reason=reject_reason,
+    pending=pending,
+    status=status,
+    own_failure=own_failure,
+    own_blobs=_blobs,
+    children=_parties,
+    nesting=Nesting(
+        progress=lambda value: nested.progress(value.main), rebase=_rebased, returned=_returned
+    ),
+)
