@@ -1,13 +1,18 @@
-"""The size of the product, which may fall and not rise: lower a bound when you are below it.
+"""The size of the product, and its vague names, which may fall and not rise: lower a bound when
+you are below it.
 
 A capability that needs more lines raises `LINES` in its own commit, which says what users get.
 """
 
+import ast
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.house.source import circles, imported, product
+from tests.house.source import circles, imported, nodes, product, product_files
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.core
 
@@ -35,6 +40,9 @@ IN_CIRCLES = {
     *("coordinator.core.state", "coordinator.core.strategy_contract"),
 }
 """One circle, closed by an import for types alone: the contract of strategies."""
+VAGUE_WORDS = frozenset({"own", "each", "found", "told", "kept", "shown", "taken", "known", "left"})
+VAGUE_NAMES = {"common": 0, "coordinator": 243, "worker": 472, "tools": 81, "client": 0}
+"""Variables and parameters of each part that consist of such words: a noun says what is in them."""
 
 
 def test_the_product_has_no_more_modules_folders_and_lines_than_before() -> None:
@@ -64,3 +72,26 @@ def test_few_modules_serve_one_other() -> None:
 def test_no_further_modules_import_each_other_in_a_circle() -> None:
     arrows = {name: imported(each) - {name} for name, each in product().items()}
     assert circles(arrows) == IN_CIRCLES
+
+
+def vague_names(path: Path) -> Iterator[str]:
+    """Yield the variables and parameters of a file that consist of vague words; the fields of a
+    class, which others use, may be called so."""
+    statements = [s for node in nodes(path) if isinstance(node, ast.ClassDef) for s in node.body]
+    fields = {id(s.target) for s in statements if isinstance(s, ast.AnnAssign)}
+    for node in nodes(path):
+        match node:
+            case (
+                ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.MatchAs(name=str(name))
+            ):
+                is_vague = VAGUE_WORDS.issuperset(name.strip("_").split("_"))
+                if is_vague and id(node) not in fields:
+                    yield name
+
+
+def test_variables_are_named_after_what_is_in_them() -> None:
+    names: dict[str, list[str]] = {part: [] for part in VAGUE_NAMES}
+    for path in product_files():
+        names[path.relative_to(ROOT).parts[0]] += vague_names(path)
+    for part, bound in VAGUE_NAMES.items():
+        assert len(names[part]) <= bound, f"{part}: {sorted(set(names[part]))}"

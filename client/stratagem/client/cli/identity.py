@@ -246,8 +246,8 @@ def create_token(
     """
     wanted = [_scope(part) for part in scopes.split(",")]
     seconds = _seconds(expires)
-    secret, known = new_token(name, wanted, None if seconds is None else time.time() + seconds)
-    add_token(tokens_file, known)
+    secret, record = new_token(name, wanted, None if seconds is None else time.time() + seconds)
+    add_token(tokens_file, record)
     complain(f"token {name} is in {tokens_file}; it is not shown again:")
     print(secret)
 
@@ -281,7 +281,7 @@ def revoke_token(
 def _print_certificates(files: list[Path]) -> None:
     from stratagem.common.identity.certificates import show
 
-    for certificate in (shown for file in files for shown in show(file)):
+    for certificate in (cert for file in files for cert in show(file)):
         who = f"{certificate.role or 'no role'} {certificate.name}".rstrip()
         expired = ", EXPIRED" if certificate.has_expired else ""
         print(f"{certificate.file}: {who}, until {certificate.expires:%Y-%m-%d %H:%M} UTC{expired}")
@@ -295,8 +295,8 @@ def _holder(word: str) -> str:
         return word
     role, _, name = word.partition("/")
     if role not in list(Role) or not name:
-        known = ", ".join((*(f"{kind}/NAME" for kind in Role), "sha256:HEX"))
-        raise InvalidInputError.at("holders", f"{word!r} is neither a file nor one of {known}")
+        forms = ", ".join((*(f"{kind}/NAME" for kind in Role), "sha256:HEX"))
+        raise InvalidInputError.at("holders", f"{word!r} is neither a file nor one of {forms}")
     return f"{role} {name}"
 
 

@@ -220,7 +220,7 @@ MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
 def _forms(incomplete: str) -> list[str]:
     """Return completions for FORM:TARGET of an export."""
     forms = [f"{name}:" for name in MODEL_FORMS]
-    return [*(each for each in forms if each.startswith(incomplete)), *sink_forms(incomplete)]
+    return [*(form for form in forms if form.startswith(incomplete)), *sink_forms(incomplete)]
 
 
 def export(  # noqa: PLR0913  (each parameter is an option of the command line)

@@ -148,7 +148,7 @@ class _Request:
     ) -> None:
         """Submit the run here, and the file with its workers to the engine; or only print the file.
         submit: passes the file to the engine, and returns the name of the engine's job."""
-        hosts = [split_address(each)[0] for each in split_addresses(launch.coordinator)]
+        hosts = [split_address(host_port)[0] for host_port in split_addresses(launch.coordinator)]
         if any(map(is_loopback, hosts)):
             complain(f"only this machine can reach {launch.coordinator}; workers elsewhere cannot")
         if only_print:

@@ -76,22 +76,22 @@ def list_runs(
         return is_named and is_so and (not phase or run.phase in phase)
 
     with access.client() as client:
-        known = client.runs()
-        runs = tuple(islice(filter(is_wanted, known), limit or None))
-        if known and not runs:
-            complain(_none_of(known))
+        listed = client.runs()
+        runs = tuple(islice(filter(is_wanted, listed), limit or None))
+        if listed and not runs:
+            complain(_none_of(listed))
         if form is Format.JSON:
             print(tables.many_to_json(runs))
         else:
             tables.print_runs(make_console(), runs)
 
 
-def _none_of(known: Sequence[RunStatus]) -> str:
+def _none_of(runs: Sequence[RunStatus]) -> str:
     """Return the message that no run matches, with the phases and strategies that exist."""
-    phases = ", ".join(sorted({str(run.phase) for run in known}))
-    strategies = ", ".join(sorted({run.strategy for run in known}))
+    phases = ", ".join(sorted({str(run.phase) for run in runs}))
+    strategies = ", ".join(sorted({run.strategy for run in runs}))
     return (
-        f"none of {counted(len(known), 'run')} matches; phases: {phases}; strategies: {strategies}"
+        f"none of {counted(len(runs), 'run')} matches; phases: {phases}; strategies: {strategies}"
     )
 
 
@@ -153,8 +153,8 @@ def logs(
             print_line(console, _log_text(line) if form is Format.TEXT else tables.to_json(line))
             is_empty = False
         if worker and is_empty:
-            known = ", ".join(sorted({line.worker_id for line in run.logs()} - {""}))
-            complain(f"no line of worker {worker!r}; there are lines of {known or 'no worker'}")
+            names = ", ".join(sorted({line.worker_id for line in run.logs()} - {""}))
+            complain(f"no line of worker {worker!r}; there are lines of {names or 'no worker'}")
 
 
 def stop(
@@ -279,7 +279,7 @@ def download(  # noqa: PLR0913  (each parameter is an option of the command line
             named = output or Path(f"{run_id}.safetensors" if shard_size is None else run_id)
             path = run.download(named, which, plain=plain, shard_size=shard_size)
         files = path.iterdir() if path.is_dir() else (path,)
-        written = {"path": str(path), "size_bytes": sum(each.stat().st_size for each in files)}
+        written = {"path": str(path), "size_bytes": sum(file.stat().st_size for file in files)}
         print_line(make_console(), str(path) if form is Format.TEXT else json.dumps(written))
 
 
@@ -350,25 +350,25 @@ def population(
             text = f"{schedule} exists already; nothing was written"
             raise InvalidInputError.at("--schedule", text)
         run = client.get(run_id)
-        found = run.population()
-        if not found.generations:
+        evolution = run.population()
+        if not evolution.generations:
             raise NotFoundError(f"run {run_id} is not a population, or has not begun")
         if schedule is not None:
-            document = replayed(found, run.status().job).document()
+            document = replayed(evolution, run.status().job).document()
             is_json = schedule.suffix == ".json"
             text = json.dumps(document) if is_json else yaml.safe_dump(document, sort_keys=False)
             schedule.write_text(text, encoding="utf-8")
         if form is Format.JSON:
-            print(json.dumps(_as_json(found), allow_nan=False))
+            print(json.dumps(_as_json(evolution), allow_nan=False))
         else:
-            _print(make_console(), found)
+            _print(make_console(), evolution)
             if schedule is not None:
                 print_line(make_console(), f"schedule written to {schedule}")
 
 
-def _print(console: Console, found: Population) -> None:
-    table = Table("generation", "best", found.metric, "median", "copies", box=box.SIMPLE_HEAD)
-    for generation, following in zip_longest(found.generations, found.generations[1:]):
+def _print(console: Console, evolution: Population) -> None:
+    table = Table("generation", "best", evolution.metric, "median", "copies", box=box.SIMPLE_HEAD)
+    for generation, following in zip_longest(evolution.generations, evolution.generations[1:]):
         scores = sorted(m.score for m in generation.members if m.score is not None)
         best = None if generation.best is None else generation.of(generation.best)
         begun = () if following is None else following.members
@@ -381,18 +381,18 @@ def _print(console: Console, found: Population) -> None:
             ", ".join(copies),
         )
     console.print(table)
-    winner = found.best
+    winner = evolution.best
     if winner is None:
         return
     print_line(console, f"best: {winner}")
-    lineage = found.lineage(winner.member, winner.generation)
+    lineage = evolution.lineage(winner.member, winner.generation)
     print_line(console, f"lineage: {' > '.join(f'member {member}' for member in lineage)}")
-    for step, params in found.schedule(winner.member, winner.generation):
+    for step, params in evolution.schedule(winner.member, winner.generation):
         print_line(console, f"from step {step}: {values_text(params)}")
 
 
-def _as_json(found: Population) -> dict[str, object]:
-    best = found.best
+def _as_json(evolution: Population) -> dict[str, object]:
+    best = evolution.best
     generations = [
         {
             "generation": generation.number,
@@ -400,30 +400,30 @@ def _as_json(found: Population) -> dict[str, object]:
             "step": generation.step,
             "members": [
                 {
-                    "member": each.member,
-                    "parent": each.parent,
-                    "score": each.score,
-                    "params": dict(each.params),
+                    "member": record.member,
+                    "parent": record.parent,
+                    "score": record.score,
+                    "params": dict(record.params),
                 }
-                for each in generation.members
+                for record in generation.members
             ],
         }
-        for generation in found.generations
+        for generation in evolution.generations
     ]
     winner = None
     if best is not None:
-        schedule = found.schedule(best.member, best.generation)
+        schedule = evolution.schedule(best.member, best.generation)
         winner = {
             "generation": best.generation,
             "member": best.member,
             "score": best.score,
             "params": dict(best.params),
-            "lineage": found.lineage(best.member, best.generation),
+            "lineage": evolution.lineage(best.member, best.generation),
             "schedule": [{"from_step": step, "params": dict(params)} for step, params in schedule],
         }
     return {
-        "metric": found.metric,
-        "mode": found.mode,
+        "metric": evolution.metric,
+        "mode": evolution.mode,
         "generations": generations,
         "best": winner,
     }

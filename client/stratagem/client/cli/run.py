@@ -178,8 +178,8 @@ def attach(
     with access.client() as client:
         handle = client.get(run_id)
         shows_earlier = detail is Detail.EVENTS or form is Format.JSON
-        known = 0 if shows_earlier else handle.status().event_index + 1
-        following = _Following(handle, View(form, detail), known=known)
+        first_event = 0 if shows_earlier else handle.status().event_index + 1
+        following = _Following(handle, View(form, detail), first_event=first_event)
         _follow_remote(following, access.coordinator)
 
 
@@ -279,13 +279,13 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
             following = _Following(handle, view, from_index=from_index)
             _follow_remote(following, access.coordinator, detach=detach)
         return
-    known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(overrides or [])
-    each = known.threads_of(local)
-    known = replace(known, threads=each.number)
-    with _local_client(known, each, local, data_dir, view) as client:
+    local_run = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(overrides or [])
+    threads = local_run.threads_of(local)
+    local_run = replace(local_run, threads=threads.number)
+    with _local_client(local_run, threads, local, data_dir, view) as client:
         handle, from_index = begin(client)
-        known.save(data_dir, handle.run_id)
-        following = _Following(handle, view, from_index=from_index, threads=known.threads)
+        local_run.save(data_dir, handle.run_id)
+        following = _Following(handle, view, from_index=from_index, threads=local_run.threads)
         _follow_local(following, local, data_dir)
 
 
@@ -311,7 +311,7 @@ class _Following:
     view: View
     output: Path | None = None
     from_index: int = 0
-    known: int = 0
+    first_event: int = 0
     """The index of the first event to show; earlier ones are only counted."""
     report: Path | None = None
     """The path of the HTML report, which is written however the run ends; None for no report."""
@@ -329,9 +329,9 @@ class _Following:
         """Display the run until it ends, then its result; raise what result() raises."""
         handle, console, form = self.handle, make_console(), self.view.form
         self.say_why()
-        shown = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.known)
+        display = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.first_event)
         with LogOutlets(handle, self.sinks, complain) as outlets:
-            show(console, form, map(outlets.take, handle.watch(self.from_index)), shown)
+            show(console, form, map(outlets.take, handle.watch(self.from_index)), display)
         if form is Format.JSON:
             print_line(console, tables.to_json(handle.status(), type="status"))
         if self.report is not None:
@@ -372,27 +372,27 @@ def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
         with suppress(RunFailedError):  # we have cancelled it
             handle.result()
         commit = handle.status().commit()
-        kept = "nothing was committed yet" if commit is None else f"step {commit.step} is kept"
+        outcome = "nothing was committed yet" if commit is None else f"step {commit.step} is kept"
         where = "" if data_dir == DATA_DIR else f" --data-dir {shlex.quote(str(data_dir))}"
         resume = f"stratagem resume {handle.run_id} --local {local}{where}"
-        complain(f"stopped; {kept}; continue with: {resume}")
+        complain(f"stopped; {outcome}; continue with: {resume}")
         raise
 
 
 @contextmanager
 def _local_client(
-    known: LocalRun, each: ThreadChoice, workers: int, data_dir: Path, view: View
+    local_run: LocalRun, threads: ThreadChoice, workers: int, data_dir: Path, view: View
 ) -> Iterator[Client]:
     cluster = LocalCluster(
         workers=workers,
         data_dir=data_dir,
-        allow=known.allow,
-        allow_code=known.allow_code,
-        import_path=tuple(Path(folder) for folder in known.import_path),
-        threads=each.number,
-        worker_arguments=tag_arguments(known.tags, workers),
+        allow=local_run.allow,
+        allow_code=local_run.allow_code,
+        import_path=tuple(Path(folder) for folder in local_run.import_path),
+        threads=threads.number,
+        worker_arguments=tag_arguments(local_run.tags, workers),
     )
-    who = f"a coordinator and {counted(workers, 'worker')} on this machine, {each.each}"
+    who = f"a coordinator and {counted(workers, 'worker')} on this machine, {threads.each}"
     with ExitStack() as stack:
         with view.doing(f"starting {who}", stays=True):
             stack.enter_context(cluster)

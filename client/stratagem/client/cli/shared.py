@@ -454,7 +454,7 @@ class RunDisplay:
 
     run: FollowedRun
     detail: Detail = Detail.MILESTONES
-    known: int = 0
+    first_event: int = 0
     """The index of the first event to show; earlier ones are only counted."""
     clock: Callable[[], float] = time.monotonic
     _due_s: float = field(init=False, default=float("-inf"))
@@ -468,19 +468,19 @@ class RunDisplay:
             line.say(Text(f"{self.run.run_id}  {self.run.strategy}"))
             for item in items:
                 with line.changing():
-                    found = self.fold(item)
-                if found:
-                    line.say(Text(found.text))
+                    news = self.fold(item)
+                if news:
+                    line.say(Text(news.text))
 
     def as_lines(self, console: Console, items: Iterable[Event | Progress]) -> None:
         """Print the run as a few plain lines, each with the run's id."""
         for item in items:
-            is_known = self._next < self.known
-            found = self.fold(item)
+            is_known = self._next < self.first_event
+            news = self.fold(item)
             is_due = self.clock() >= self._due_s
-            if found and (found.is_urgent or is_due or self.detail is Detail.EVENTS):
-                print_line(console, f"{self.run.run_id}  {found.text}")
-            elif found is None and is_due and not is_known and not self.run.phase.is_final:
+            if news and (news.is_urgent or is_due or self.detail is Detail.EVENTS):
+                print_line(console, f"{self.run.run_id}  {news.text}")
+            elif news is None and is_due and not is_known and not self.run.phase.is_final:
                 print_line(console, plain_line(self.run))
             else:
                 continue
@@ -490,7 +490,7 @@ class RunDisplay:
         """Update the state by an item; return its milestone line, or None if it is worth none."""
         before = self.run.phase
         self.run.update(item)
-        is_known = self._next < self.known
+        is_known = self._next < self.first_event
         if isinstance(item, Event):
             self._next = item.index + 1
         if is_known:
@@ -507,18 +507,18 @@ def show(
     console: Console,
     form: Format,
     items: Iterable[Event | Progress],
-    shown: RunDisplay,
+    display: RunDisplay,
 ) -> None:
     """Display the items of a run as they arrive, in the form that suits the output."""
-    if shown.detail is Detail.END:
+    if display.detail is Detail.END:
         for _ in items:
             pass
     elif form is Format.JSON:
         print_items(console, items)
     elif console.is_terminal:
-        shown.on_terminal(console, items)
+        display.on_terminal(console, items)
     else:
-        shown.as_lines(console, items)
+        display.as_lines(console, items)
 
 
 def print_items(console: Console, items: Iterable[Event | Progress]) -> None:

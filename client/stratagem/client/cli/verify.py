@@ -83,25 +83,25 @@ def verify(
         if output is not None and (output.exists() or not output.parent.is_dir()):
             raise InvalidInputError.at("--certificate", f"{output} exists, or its folder does not")
         begun_s, console, is_text = time.monotonic(), make_console(), form is Format.TEXT
-        found = client.verify(
+        result = client.verify(
             run_id,
             segments=None if segments is None else read_segments(segments),
             sample=sample,
             on_claim=lambda *pair: print_line(console, _compared(*pair)) if is_text else None,
         )
         if is_text:
-            for line in describe(found, time.monotonic() - begun_s):
+            for line in describe(result, time.monotonic() - begun_s):
                 print_line(console, line)
         else:
-            print(json.dumps(as_json(found), allow_nan=False))
-        if output is not None and found.difference is None and found.equal:
-            document = certificate(client.get(run_id).status(), found, time.time())
+            print(json.dumps(as_json(result), allow_nan=False))
+        if output is not None and result.difference is None and result.equal:
+            document = certificate(client.get(run_id).status(), result, time.time())
             output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         elif output is not None:
             complain(f"{output} was not written: nothing is certified")
-    if found.difference is not None:
+    if result.difference is not None:
         raise typer.Exit(DIFFERS)
-    if found.unverified:
+    if result.unverified:
         raise typer.Exit(INCOMPLETE)
 
 
@@ -120,37 +120,37 @@ def _compared(run: Claim, again: Claim) -> str:
 
 def read_segments(text: str) -> set[int]:
     """Return the numbers that a text such as "3,7:9" names."""
-    found: set[int] = set()
+    segments: set[int] = set()
     for part in text.split(","):
-        first, colon, last = (each.strip() for each in part.partition(":"))
+        first, colon, last = (bound.strip() for bound in part.partition(":"))
         if not first.isdecimal() or (colon and not last.isdecimal()):
             raise InvalidInputError.at("--segments", f"{text!r} is not such as 3,7:9")
         numbers = range(int(first), int(last or first) + 1)
         if not 0 < len(numbers) <= MOST_SEGMENTS:
             many = f"{part!r} names none, or more than {MOST_SEGMENTS}"
             raise InvalidInputError.at("--segments", f"{many}; give first:last, such as 7:9")
-        found.update(numbers)
-    return found
+        segments.update(numbers)
+    return segments
 
 
-def describe(found: Verification, seconds: float) -> Iterator[str]:
+def describe(result: Verification, seconds: float) -> Iterator[str]:
     """Yield the lines that tell the result of a verification."""
-    for reason in dict.fromkeys(found.unverified.values()):
-        places = [place for place, why in found.unverified.items() if why == reason]
+    for reason in dict.fromkeys(result.unverified.values()):
+        places = [place for place, why in result.unverified.items() if why == reason]
         yield f"not verified: {_some(places)}: {reason}"
-    if found.difference is None:
-        num = len(found.equal) + len(found.unverified)
-        by = f" on {', '.join(found.workers)}" if found.workers else ""
-        yield f"verified {len(found.equal)} of {counted(num, 'digest')}{by} in {seconds:.1f} s"
-        own = {worker for claim in found.equal for worker in claim.workers}
-        if found.equal and own.issuperset(found.workers):
+    if result.difference is None:
+        num = len(result.equal) + len(result.unverified)
+        by = f" on {', '.join(result.workers)}" if result.workers else ""
+        yield f"verified {len(result.equal)} of {counted(num, 'digest')}{by} in {seconds:.1f} s"
+        run_workers = {worker for claim in result.equal for worker in claim.workers}
+        if result.equal and run_workers.issuperset(result.workers):
             yield "these workers had computed the run: a defect that repeats would not show"
     else:
-        yield from _of_difference(found.difference)
-        reason = found.difference.why_open
-        yield SENTENCES[found.conclusion] + (f": {reason}" if reason else "")
-        if found.conclusion in (Conclusion.RUN, Conclusion.VERIFIER):
-            yield _suspects(found.difference, found.conclusion)
+        yield from _of_difference(result.difference)
+        reason = result.difference.why_open
+        yield SENTENCES[result.conclusion] + (f": {reason}" if reason else "")
+        if result.conclusion in (Conclusion.RUN, Conclusion.VERIFIER):
+            yield _suspects(result.difference, result.conclusion)
 
 
 def _suspects(difference: Difference, conclusion: Conclusion) -> str:
@@ -184,15 +184,15 @@ def _by(claim: Claim) -> str:
     return ", ".join(claim.workers) or "unknown workers"
 
 
-def as_json(found: Verification) -> dict[str, Any]:
+def as_json(result: Verification) -> dict[str, Any]:
     """Return a verification as plain JSON values."""
-    difference = found.difference
+    difference = result.difference
     return {
-        "run": found.run_id,
-        "conclusion": found.conclusion,
-        "equal": len(found.equal),
-        "unverified": {str(place): reason for place, reason in found.unverified.items()},
-        "workers": list(found.workers),
+        "run": result.run_id,
+        "conclusion": result.conclusion,
+        "equal": len(result.equal),
+        "unverified": {str(place): reason for place, reason in result.unverified.items()},
+        "workers": list(result.workers),
         "difference": None
         if difference is None
         else {
@@ -203,7 +203,7 @@ def as_json(found: Verification) -> dict[str, Any]:
             "third_workers": [] if difference.third is None else list(difference.third.workers),
             "step": difference.step,
             "series": difference.series,
-            "values": difference.values and [_json_number(each) for each in difference.values],
+            "values": difference.values and [_json_number(value) for value in difference.values],
             "why_open": difference.why_open,
             "run": difference.run_id,
         },
@@ -228,10 +228,10 @@ def compare(
     the history of steps. Exit codes: 0 nothing differs, 4 something does.
     """
     with access.client() as client:
-        runs = [client.get(each) for each in (run_id, other_id)]
+        runs = [client.get(name) for name in (run_id, other_id)]
         lines = [
-            f"{each.key}: {each.values[0]!r} and {each.values[1]!r}"
-            for each in job_differences([dict(run.status().job) for run in runs])
+            f"{difference.key}: {difference.values[0]!r} and {difference.values[1]!r}"
+            for difference in job_differences([dict(run.status().job) for run in runs])
         ]
         if bits:
             mine, theirs = [RunClaims.of(run.events()) for run in runs]
@@ -240,8 +240,8 @@ def compare(
                 print_line(make_console(), f"{counted(len(mine.by_place), 'digest')}, equal")
             lines += differences
             if first := first_step(*(run.history() for run in runs)):
-                step, series, (left, right) = first
-                lines.append(f"{series} differs first at step {step}: {left!r} and {right!r}")
+                step, series, (one, other) = first
+                lines.append(f"{series} differs first at step {step}: {one!r} and {other!r}")
     for line in lines or ["nothing differs"]:
         print_line(make_console(), line)
     if lines:
@@ -253,10 +253,10 @@ def different_bits(run: RunClaims, other: RunClaims, names: tuple[str, str]) -> 
     for name, mine, theirs in zip(names, (run, other), (other, run), strict=True):
         if alone := [place for place in mine.by_place if place not in theirs.by_place]:
             yield f"only in {name}: {_some(alone)}"
-    found = first_difference(run, other)
-    if found is None:
+    pair = first_difference(run, other)
+    if pair is None:
         return
-    claim, again = found
+    claim, again = pair
     common = [place for place in run.by_place if place in other.by_place]
     if (number := common.index(claim.place)) > 0:
         yield f"equal up to {common[number - 1]}"

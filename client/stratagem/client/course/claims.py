@@ -103,7 +103,7 @@ class RunClaims:
         self._note(event.kind, party, payload)
         self.inputs.update(inputs_of(event))
         self.doubt = self.doubt or doubt_of(event.kind, payload)
-        found = []
+        claims = []
         for place, digest in self._places(event.kind, party, payload):
             if party:
                 place = place._replace(after=self._steps.get(party.rpartition("/")[0], 0))
@@ -118,18 +118,18 @@ class RunClaims:
             claim = Claim(place, digest, segment, workers, numerics, self.doubt)
             self.by_place.pop(place, None)  # its new place is at the end
             self.by_place[place] = claim
-            found.append(claim)
-        return found
+            claims.append(claim)
+        return claims
 
     def _note(self, kind: str, party: str, payload: Mapping[str, Any]) -> None:
         match kind:
             case "MembersFormed":
-                self._members[party] = tuple(each["worker_id"] for each in payload["members"])
+                self._members[party] = tuple(worker["worker_id"] for worker in payload["members"])
                 self._numerics[party] = payload["fingerprint"]
             case "ClientsAssigned":
-                for each in payload["assignments"]:
-                    member = each["member"]
-                    self._assigned[party, each["client"]] = member["worker_id"] if member else ""
+                for task in payload["assignments"]:
+                    member = task["member"]
+                    self._assigned[party, task["client"]] = member["worker_id"] if member else ""
             case "KeysPosted":
                 self._masked.add(party)
             case "RunResumed" if payload["from_segment"] is not None:
@@ -184,7 +184,7 @@ def doubt_of(kind: str, payload: Mapping[str, Any]) -> str:
     these facts."""
     number = payload.get("round_num", payload.get("segment", payload.get("generation", 0)))
     match kind:
-        case "RoundClosed" if late := [each for each in payload["accepted"] if each["base"]]:
+        case "RoundClosed" if late := [update for update in payload["accepted"] if update["base"]]:
             client = late[0]["client"]
             return f"round {number} took an update of an earlier round, that of client {client}"
         case "RunResumed" if payload["by_policy"]:
@@ -193,10 +193,10 @@ def doubt_of(kind: str, payload: Mapping[str, Any]) -> str:
             return f"segment {number} was evaluated without clients that were away"
         case "UpdateRejected" if payload.get("cause") in OF_MACHINES:
             return f"a machine, not the job, left out client {payload['client']} in round {number}"
-        case "KeysPosted" | "SharesRouted" if left := [
-            each["client"] for each in payload["left_out"] if each["cause"] in OF_MACHINES
+        case "KeysPosted" | "SharesRouted" if dropped := [
+            record["client"] for record in payload["left_out"] if record["cause"] in OF_MACHINES
         ]:
-            return f"a machine, not the job, left out client {left[0]} in round {number}"
+            return f"a machine, not the job, left out client {dropped[0]} in round {number}"
         case "PartyFailed" if payload.get("cause") in OF_MACHINES:
             return f"{payload['party'] or 'the run'} failed by its machine: {payload['cause']}"
         case "RoundWaits":

@@ -55,9 +55,9 @@ class ClientInRound:
 
 def mean_loss(clients: Iterable[ClientInRound]) -> float:
     """Return the sample-weighted mean loss of the updates; NaN if there are none."""
-    known = [(each.num_samples, each.loss) for each in clients if each.num_samples]
-    samples = sum(num for num, _ in known)
-    return sum(num * loss for num, loss in known) / samples if samples else math.nan
+    updates = [(client.num_samples, client.loss) for client in clients if client.num_samples]
+    samples = sum(num for num, _ in updates)
+    return sum(num * loss for num, loss in updates) / samples if samples else math.nan
 
 
 # ---- Sums over rounds ----
@@ -138,9 +138,9 @@ class ClientSums:
 
     def add(self, clients: Iterable[ClientInRound]) -> None:
         """Add the clients of the next round."""
-        for each in clients:
-            if not each.staleness:  # stale clients were seen in their own round
-                self._of.setdefault(each.client, _Sum()).add(each)
+        for client in clients:
+            if not client.staleness:  # stale clients were seen in their own round
+                self._of.setdefault(client.client, _Sum()).add(client)
 
     @property
     def numbers(self) -> Collection[int]:
@@ -220,17 +220,20 @@ class PackedClients(Sequence[ClientInRound]):
     __slots__ = ("_counts", "_names", "_num", "_num_own", "_packed", "num_selected")
 
     def __init__(
-        self, own: Mapping[int, ClientInRound], stale: Sequence[ClientInRound], names: SharedWords
+        self,
+        chosen: Mapping[int, ClientInRound],
+        stale: Sequence[ClientInRound],
+        names: SharedWords,
     ) -> None:
-        """Pack records. own: of clients selected for the round; stale: late updates of earlier
+        """Pack records. chosen: of clients selected for the round; stale: late updates of earlier
         rounds that count in it."""
-        clients = (*own.values(), *stale)
-        self._names, self._num, self._num_own = names, len(clients), len(own)
-        self._counts = tuple(sum(each.state is state for each in clients) for state in _STATES)
-        self.num_selected = sum(not each.staleness for each in clients)
+        clients = (*chosen.values(), *stale)
+        self._names, self._num, self._num_own = names, len(clients), len(chosen)
+        self._counts = tuple(sum(client.state is state for client in clients) for state in _STATES)
+        self.num_selected = sum(not client.staleness for client in clients)
         """The number of clients selected for this round."""
         parts = [_shuffled(self._column(name, dtype, clients)) for name, dtype in _COLUMNS]
-        reasons = {at: each.reason for at, each in enumerate(clients) if each.reason}
+        reasons = {at: client.reason for at, client in enumerate(clients) if client.reason}
         parts.append(json.dumps(reasons, separators=(",", ":")).encode())
         self._packed = zlib.compress(b"".join(parts), _LEVEL)
 
@@ -242,8 +245,8 @@ class PackedClients(Sequence[ClientInRound]):
         """Return the records of clients selected for the round, keyed by number, and those of late
         updates from earlier rounds."""
         clients = self._unpacked()
-        own = {each.client: each for each in clients[: self._num_own]}
-        return own, tuple(clients[self._num_own :])
+        chosen = {client.client: client for client in clients[: self._num_own]}
+        return chosen, tuple(clients[self._num_own :])
 
     def __len__(self) -> int:
         return self._num
@@ -265,13 +268,13 @@ class PackedClients(Sequence[ClientInRound]):
         return hash(tuple(self))
 
     def _column(self, name: str, dtype: str, clients: Iterable[ClientInRound]) -> Any:
-        values: Iterable[Any] = (getattr(each, name) for each in clients)
+        values: Iterable[Any] = (getattr(client, name) for client in clients)
         if name in ("worker_id", "cause"):
             values = map(self._names.number, values)
         elif name == "state":
             values = map(_STATES.index, values)
         elif name in ("assigned_s", "answered_s"):
-            values = (np.nan if each is None else each for each in values)
+            values = (np.nan if time_s is None else time_s for time_s in values)
         return np.array(list(values), dtype=dtype)
 
     def _unpacked(self) -> list[ClientInRound]:
@@ -282,13 +285,13 @@ class PackedClients(Sequence[ClientInRound]):
             columns[name] = _plain(data, start, self._num, np.dtype(dtype))
             start += self._num * np.dtype(dtype).itemsize
         reasons = json.loads(data[self._num * _ROW_BYTES :])
-        columns["state"] = [_STATES[each] for each in columns["state"]]
+        columns["state"] = [_STATES[number] for number in columns["state"]]
         for name in ("worker_id", "cause"):
-            columns[name] = [self._names.word(each) for each in columns[name]]
+            columns[name] = [self._names.word(number) for number in columns[name]]
         for name in ("loss", "seconds"):  # equal records hold the same NaN
-            columns[name] = [math.nan if each != each else each for each in columns[name]]
+            columns[name] = [math.nan if value != value else value for value in columns[name]]
         for name in ("assigned_s", "answered_s"):
-            columns[name] = [None if each != each else each for each in columns[name]]
+            columns[name] = [None if value != value else value for value in columns[name]]
         columns["reason"] = [reasons.get(str(at), "") for at in range(self._num)]
         rows = zip(*columns.values(), strict=True)
         return [ClientInRound(**dict(zip(columns, row, strict=True))) for row in rows]
@@ -296,7 +299,7 @@ class PackedClients(Sequence[ClientInRound]):
 
 def in_order(clients: Iterable[ClientInRound]) -> tuple[ClientInRound, ...]:
     """Return the records sorted by client number."""
-    return tuple(sorted(clients, key=lambda each: each.client))
+    return tuple(sorted(clients, key=lambda client: client.client))
 
 
 def _shuffled(column: Any) -> bytes:

@@ -56,11 +56,11 @@ class MembersFolding:
     @property
     def intervals(self) -> tuple[MemberInterval, ...]:
         """Return the intervals so far, sorted by their beginning."""
-        found = (
+        intervals = (
             *self._ended,
-            *(each for of_one in self._open.values() for each in of_one.values()),
+            *(stay for of_one in self._open.values() for stay in of_one.values()),
         )
-        return tuple(sorted(found, key=lambda each: (each.began_s, each.party, each.rank)))
+        return tuple(sorted(intervals, key=lambda stay: (stay.began_s, stay.party, stay.rank)))
 
     def fold(self, event: Event) -> None:
         """Process the next event of the run."""
@@ -88,11 +88,11 @@ class MembersFolding:
 def _of_membership(event: Event) -> dict[tuple[str, str], MemberInterval]:
     party = party_of(event)
     return {
-        (each["worker_id"], each["incarnation"]): MemberInterval(
-            *(party, each["worker_id"], each["incarnation"], rank, event.time_s, None, ""),
+        (member["worker_id"], member["incarnation"]): MemberInterval(
+            *(party, member["worker_id"], member["incarnation"], rank, event.time_s, None, ""),
             is_lost=False,
         )
-        for rank, each in enumerate(event.payload["members"])
+        for rank, member in enumerate(event.payload["members"])
     }
 
 
@@ -136,8 +136,8 @@ _STEP: Final = re.compile(r"training step (\d{1,18})")
 
 def failed_step(activity: str) -> int | None:
     """Return the step named in the activity during which an error came; None if none is named."""
-    found = _STEP.search(activity)
-    return int(found[1]) if found else None
+    match = _STEP.search(activity)
+    return int(match[1]) if match else None
 
 
 def failure_text(committed: int, activity: str = "", reached: int = 0, of: int = 0) -> str:

@@ -71,7 +71,7 @@ class Generation:
 
     def of(self, member: int) -> MemberInGeneration | None:
         """Return a member's record; None if the member has not reached this generation."""
-        return next((each for each in self.members if each.member == member), None)
+        return next((record for record in self.members if record.member == member), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +104,15 @@ class Population:
     def best(self) -> Winner | None:
         """Return the best member of the closed generations, the first of equal ones; None if no
         generation is closed."""
-        found: Winner | None = None
-        for each in self.generations:
-            member = None if each.best is None else each.of(each.best)
+        winner: Winner | None = None
+        for generation in self.generations:
+            member = None if generation.best is None else generation.of(generation.best)
             if member is None or member.score is None:
                 continue
-            if found is None or self._is_better(member.score, found.score):
-                values = (member.score, member.params, each.step)
-                found = Winner(each.number, member.member, *values)
-        return found
+            if winner is None or self._is_better(member.score, winner.score):
+                values = (member.score, member.params, generation.step)
+                winner = Winner(generation.number, member.member, *values)
+        return winner
 
     def lineage(self, member: int, generation: int | None = None) -> tuple[int, ...]:
         """Return the member that trained a member's state in each generation, itself last.
@@ -120,33 +120,33 @@ class Population:
         generation: the generation in which the member is meant, by default its newest one. Raises
         KeyError if there is none.
         """
-        return tuple(each.member for each in self._member(member, generation).past)
+        return tuple(node.member for node in self._member(member, generation).past)
 
     def schedule(
         self, member: int, generation: int | None = None
     ) -> tuple[tuple[int, Mapping[str, Any]], ...]:
         """Return (from step, hyperparameters) of all training that led to a member's state,
         including that of states it copied. generation: as in `lineage`."""
-        return tuple((each.from_step, each.params) for each in self.past(member, generation))
+        return tuple((node.from_step, node.params) for node in self.past(member, generation))
 
     def past(self, member: int, generation: int | None = None) -> tuple[Ancestor, ...]:
         """Return a member's lineage nodes, one per setting that its state was trained with.
         generation: as in `lineage`."""
         past = self._member(member, generation).past
         return tuple(
-            each
-            for before, each in zip((None, *past), past, strict=False)
-            if before is None or (before.member, before.params) != (each.member, each.params)
+            node
+            for before, node in zip((None, *past), past, strict=False)
+            if before is None or (before.member, before.params) != (node.member, node.params)
         )
 
     def _member(self, member: int, generation: int | None) -> MemberInGeneration:
         wanted = reversed(self.generations)
-        found = (each.of(member) for each in wanted if generation in (None, each.number))
-        known = next((each for each in found if each is not None), None)
-        if known is None:
+        records = (entry.of(member) for entry in wanted if generation in (None, entry.number))
+        newest = next((record for record in records if record is not None), None)
+        if newest is None:
             at = "" if generation is None else f" in generation {generation}"
             raise KeyError(f"there is no member {member}{at}")
-        return known
+        return newest
 
     def _is_better(self, score: float, other: float) -> bool:
         return score < other if self.mode == "min" else score > other
@@ -170,7 +170,7 @@ class PopulationFolding:
         self._party = party
         self._last = _strategy_of(job, party).get("generations")
         self.whole = Population(*_judged_by(job))
-        self.found: list[dict[int, MemberInGeneration]] = []
+        self.records: list[dict[int, MemberInGeneration]] = []
         """The members of each generation, from the first on, keyed by member number."""
         self.closed: dict[int, Mapping[str, Any]] = {}
         self.newest: dict[int, int] = {}
@@ -182,7 +182,7 @@ class PopulationFolding:
     def population(self) -> Population:
         """Return the Population with the generations that have begun."""
         begun = min(
-            self._last or len(self.found), len(self.found)
+            self._last or len(self.records), len(self.records)
         )  # no generation follows the last one
         generations = (_generation(number, self) for number in range(1, begun + 1))
         return replace(self.whole, generations=tuple(generations))
@@ -199,10 +199,10 @@ class PopulationFolding:
         match kind:
             case "PopulationFormed":
                 first = enumerate(fact["params"])
-                self.found = [
+                self.records = [
                     {m: MemberInGeneration(m, Ancestor(1, m, 0, params)) for m, params in first}
                 ]
-                self.newest = dict.fromkeys(self.found[0], 1)
+                self.newest = dict.fromkeys(self.records[0], 1)
             case "MemberEvolved":
                 self._score(fact["member"], fact["generation"], fact["score"])
                 self._advance({fact["member"]: fact["copied"]})
@@ -216,19 +216,19 @@ class PopulationFolding:
             return
         for member, score in enumerate(fact["scores"]):
             self._score(member, generation, score)
-        copies = {each["member"]: each for each in fact["copied"]}
-        self._advance({member: copies.get(member) for member in self.found[generation - 1]})
+        copies = {copy["member"]: copy for copy in fact["copied"]}
+        self._advance({member: copies.get(member) for member in self.records[generation - 1]})
 
     def _score(self, member: int, generation: int, score: object) -> None:
         value = number(score)
         sign = -1 if self.whole.mode == "min" else 1
-        members = self.found[generation - 1]
-        known = None if math.isnan(value) else sign * value
-        members[member] = replace(members[member], score=known, is_scored=True)
+        members = self.records[generation - 1]
+        signed = None if math.isnan(value) else sign * value
+        members[member] = replace(members[member], score=signed, is_scored=True)
 
     def _advance(self, copies: Mapping[int, Mapping[str, Any] | None]) -> None:
         """Begin the next generation of these members, copying from one snapshot of all."""
-        newest = {m: self.found[number - 1][m].now for m, number in self.newest.items()}
+        newest = {m: self.records[number - 1][m].now for m, number in self.newest.items()}
         for member, copied in copies.items():
             generation = self.newest[member] + 1
             if copied is None:
@@ -240,9 +240,9 @@ class PopulationFolding:
                 step, params = copied["step"], copied["params"]
                 before = _known_at(newest[copied["donor"]], step)
             now = Ancestor(generation, member, step, params, before)
-            if len(self.found) < generation:
-                self.found.append({})
-            self.found[generation - 1][member] = MemberInGeneration(member, now)
+            if len(self.records) < generation:
+                self.records.append({})
+            self.records[generation - 1][member] = MemberInGeneration(member, now)
             self.newest[member] = generation
 
 
@@ -263,11 +263,11 @@ def _back_from(ancestor: Ancestor | None) -> Iterator[Ancestor]:
 def _known_at(donor: Ancestor, step: int) -> Ancestor:
     """Return the donor's lineage node that a copied state of this step belongs to; it may be older
     than the donor's newest node."""
-    return next(each for each in _back_from(donor) if each.from_step < step or not each.before)
+    return next(node for node in _back_from(donor) if node.from_step < step or not node.before)
 
 
 def _generation(number: int, folding: PopulationFolding) -> Generation:
-    members = folding.found[number - 1]
+    members = folding.records[number - 1]
     closed = folding.closed.get(number, {})
     in_order = tuple(members[member] for member in sorted(members))
     return Generation(number, in_order, closed.get("best"), closed.get("step", 0))
@@ -298,26 +298,26 @@ SUFFIX: Final = "-replay"
 MAX_NAME: Final = 64
 
 
-def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
+def replayed(evolution: Population, job: Mapping[str, Any]) -> JobSpec:
     """Return a job without a population that reproduces the winner's state bit for bit.
 
     job: of the population. The new job is that of the first member of the winner's lineage, with
     the hyperparameters and the seed of each later member from the step of its copy on. Raises
     NotFoundError if there is no winner yet.
     """
-    winner = found.best
+    winner = evolution.best
     if winner is None:
         raise NotFoundError("no member has a score yet, so there is no winner to replay")
     whole = JobSpec.parse(thawed(job))
-    past = found.past(winner.member, winner.generation)
+    past = evolution.past(winner.member, winner.generation)
     plain = member_job(whole, past[0].member, {}).document()
     settings: list[JSON] = [
         {
-            "from_step": each.from_step,
-            "seed": member_job(whole, each.member, {}).seed,
-            "params": thawed(dict(each.params)),
+            "from_step": node.from_step,
+            "seed": member_job(whole, node.member, {}).seed,
+            "params": thawed(dict(node.params)),
         }
-        for each in _trained(past, winner.step)
+        for node in _trained(past, winner.step)
     ]
     total = plain.get("steps")
     last: dict[str, JSON] = {} if winner.step == total else {"last_step": winner.step}
@@ -328,5 +328,5 @@ def replayed(found: Population, job: Mapping[str, Any]) -> JobSpec:
 
 def _trained(past: Sequence[Ancestor], last_step: int) -> list[Ancestor]:
     """Return the lineage nodes in which at least one step was trained."""
-    ends = (*(each.from_step for each in past[1:]), last_step)
-    return [each for each, end in zip(past, ends, strict=True) if each.from_step < end]
+    ends = (*(node.from_step for node in past[1:]), last_step)
+    return [node for node, end in zip(past, ends, strict=True) if node.from_step < end]

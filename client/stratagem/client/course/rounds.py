@@ -44,7 +44,7 @@ Home = tuple[str, tuple[str, ...]]
 def homes(event: Event) -> dict[int, Home]:
     """Return the homes of the clients in an event of ROSTER_KINDS, keyed by client number."""
     listed = event.payload["clients"]
-    return {each["client"]: (each["worker_id"], tuple(each.get("tags", ()))) for each in listed}
+    return {entry["client"]: (entry["worker_id"], tuple(entry.get("tags", ()))) for entry in listed}
 
 
 def fold_benches(benches: dict[int, int], event: Event, party: str) -> None:
@@ -65,8 +65,8 @@ def of_sums(
     """Return the summaries of all clients in sums or roster. newest: the number of the newest
     round. benches: as kept by `fold_benches`."""
     return tuple(
-        _at_home(sums.client(each), roster.get(each), benches.get(each, 0), newest)
-        for each in sorted(roster.keys() | sums.numbers)
+        _at_home(sums.client(client), roster.get(client), benches.get(client, 0), newest)
+        for client in sorted(roster.keys() | sums.numbers)
     )
 
 
@@ -124,14 +124,14 @@ class Round:
         if self.told_loss is not None:
             return self.told_loss
         done = self.with_state(ClientState.DONE)
-        return mean_loss(done) if any(each.num_samples for each in done) else None
+        return mean_loss(done) if any(client.num_samples for client in done) else None
 
     @property
     def num_selected(self) -> int:
         """Return the number of selected clients, without those of late updates."""
         if isinstance(self.clients, PackedClients):
             return self.clients.num_selected
-        return sum(not each.staleness for each in self.clients)
+        return sum(not client.staleness for client in self.clients)
 
     def count(self, state: ClientState) -> int:
         """Return the number of clients in this state."""
@@ -152,7 +152,7 @@ def rounds(events: Iterable[Event], party: str = "") -> tuple[Round, ...]:
     folding = RoundsFolding(party)
     for event in events:
         folding.fold(event)
-    return tuple(replace(each, clients=tuple(each.clients)) for each in folding.rounds)
+    return tuple(replace(round_, clients=tuple(round_.clients)) for round_ in folding.rounds)
 
 
 class RoundsFolding:
@@ -162,9 +162,9 @@ class RoundsFolding:
         """Begin without rounds. party: the path of the federation. most: the number of newest
         rounds to keep."""
         self._party, self._most = party, most
-        self._found: list[Round] = []
+        self._rounds: list[Round] = []
         """The rounds; their clients are only updated when requested."""
-        self._own: list[dict[int, ClientInRound]] = []
+        self._chosen: list[dict[int, ClientInRound]] = []
         """The records of the clients selected for each round."""
         self._stale: list[tuple[ClientInRound, ...]] = []
         """The records of late updates that count in each round."""
@@ -181,87 +181,87 @@ class RoundsFolding:
         for at in self._changed:
             self._refresh(at)
         self._changed.clear()
-        return tuple(self._found)
+        return tuple(self._rounds)
 
     @property
     def sums(self) -> ClientSums:
         """Return the totals over all rounds so far, without unpacking old ones again."""
         self._sum_up()
-        found = self._sums.copy()
-        for each in self.rounds[self._num_packed :]:
-            found.add(each.clients)
-        return found
+        sums = self._sums.copy()
+        for round_ in self.rounds[self._num_packed :]:
+            sums.add(round_.clients)
+        return sums
 
     @property
     def times(self) -> Sequence[float]:
         """Return the durations of all updates; late ones are in the round where they count."""
         self._sum_up()
-        newest = (_times(each.clients) for each in self.rounds[self._num_packed :])
+        newest = (_times(round_.clients) for round_ in self.rounds[self._num_packed :])
         return self._times + array("d", chain.from_iterable(newest))
 
     def _sum_up(self) -> None:
         """Recompute the totals of the packed rounds if one of these rounds has changed."""
         if self._are_sums_due:
             self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
-            for each in self._found[: self._num_packed]:
-                self._take_in(each.clients)
+            for round_ in self._rounds[: self._num_packed]:
+                self._take_in(round_.clients)
 
     def _take_in(self, clients: Iterable[ClientInRound]) -> None:
-        known = tuple(clients)
-        self._sums.add(known)
-        self._times.extend(_times(known))
+        records = tuple(clients)
+        self._sums.add(records)
+        self._times.extend(_times(records))
 
     @property
     def number(self) -> int:
         """Return the number of the newest round; 0 before there is one."""
-        return self._found[-1].number if self._found else 0
+        return self._rounds[-1].number if self._rounds else 0
 
     @property
     def newest(self) -> Round | None:
         """Return the newest round, open or closed; None if there is none."""
-        last = len(self._found) - 1
+        last = len(self._rounds) - 1
         if last in self._changed:
             self._refresh(last)
             self._changed.remove(last)
-        return self._found[last] if self._found else None
+        return self._rounds[last] if self._rounds else None
 
     def _refresh(self, at: int) -> None:
-        clients = in_order((*self._own[at].values(), *self._stale[at]))
-        self._found[at] = replace(self._found[at], clients=clients)
+        clients = in_order((*self._chosen[at].values(), *self._stale[at]))
+        self._rounds[at] = replace(self._rounds[at], clients=clients)
 
     def _pack(self) -> None:
         """Pack the clients of rounds older than KEPT_WHOLE."""
-        while self._num_packed < len(self._found) - KEPT_WHOLE:
+        while self._num_packed < len(self._rounds) - KEPT_WHOLE:
             at = self._num_packed
-            self._take_in(in_order((*self._own[at].values(), *self._stale[at])))
+            self._take_in(in_order((*self._chosen[at].values(), *self._stale[at])))
             self._num_packed += 1
-            self._put(at, self._own[at], self._stale[at])
+            self._put(at, self._chosen[at], self._stale[at])
 
     def _clients(self, at: int) -> tuple[dict[int, ClientInRound], tuple[ClientInRound, ...]]:
         """Return the records of clients selected for a round, and those of late updates in it."""
-        clients = self._found[at].clients
+        clients = self._rounds[at].clients
         if isinstance(clients, PackedClients):
             return clients.unpacked()
-        return self._own[at], self._stale[at]
+        return self._chosen[at], self._stale[at]
 
     def _put(
-        self, at: int, own: dict[int, ClientInRound], stale: tuple[ClientInRound, ...]
+        self, at: int, chosen: dict[int, ClientInRound], stale: tuple[ClientInRound, ...]
     ) -> None:
         """Store the clients' records of a round, packed if the round is old."""
         if at < self._num_packed:
-            packed = PackedClients(own, stale, self._names)
-            self._found[at] = replace(self._found[at], clients=packed)
-            self._own[at], self._stale[at] = {}, ()
+            packed = PackedClients(chosen, stale, self._names)
+            self._rounds[at] = replace(self._rounds[at], clients=packed)
+            self._chosen[at], self._stale[at] = {}, ()
             self._changed.discard(at)
         else:
-            self._own[at], self._stale[at] = own, stale
+            self._chosen[at], self._stale[at] = chosen, stale
             self._changed.add(at)
 
     def fold(self, event: Event) -> None:
         """Process the next event of the run."""
         last = undone_from(event)
         if last is not None:
-            self._keep(sum(each.number <= last for each in self._found))
+            self._keep(sum(round_.number <= last for round_ in self._rounds))
         if event.kind in _KINDS and party_of(event) == self._party:
             if event.kind == "ClientLeft":
                 self._leave(event.payload)
@@ -271,20 +271,20 @@ class RoundsFolding:
     def _leave(self, fact: Mapping[str, Any]) -> None:
         """Mark a client that has left as excused if the newest round still waits for its update."""
         at = self._place(self.number)
-        left = None if at is None else self._clients(at)[0].get(fact["client"])
-        if left is not None and left.state is ClientState.SELECTED:
+        record = None if at is None else self._clients(at)[0].get(fact["client"])
+        if record is not None and record.state is ClientState.SELECTED:
             why = {"state": ClientState.EXCUSED, "reason": str(fact["reason"])}
-            self._change({"round_num": self.number}, left.client, **why)
+            self._change({"round_num": self.number}, record.client, **why)
 
     def _take(self, event: Event, fact: Mapping[str, Any]) -> None:
         match event.kind:
             case "ClientsSelected":
                 self._select(event)
             case "ClientsAssigned":
-                for each in fact["assignments"]:
-                    member = each["member"] or {}
+                for assignment in fact["assignments"]:
+                    member = assignment["member"] or {}
                     changes = {"worker_id": str(member.get("worker_id", ""))}
-                    self._change(fact, each["client"], assigned_s=event.time_s, **changes)
+                    self._change(fact, assignment["client"], assigned_s=event.time_s, **changes)
             case "UpdateReceived":
                 self._change(
                     *(fact, fact["client"]),
@@ -311,12 +311,12 @@ class RoundsFolding:
             case "SegmentCommitted" | "Evaluated":
                 at = self._place(fact["segment"])
                 if at is not None:
-                    metrics = {**self._found[at].metrics, **numbers(fact.get("metrics"))}
-                    self._found[at] = replace(self._found[at], metrics=metrics)
+                    metrics = {**self._rounds[at].metrics, **numbers(fact.get("metrics"))}
+                    self._rounds[at] = replace(self._rounds[at], metrics=metrics)
 
     def _keep(self, count: int) -> None:
         """Drop all rounds but the first `count`."""
-        del self._found[count:], self._own[count:], self._stale[count:]
+        del self._rounds[count:], self._chosen[count:], self._stale[count:]
         self._changed = {at for at in self._changed if at < count}
         if count < self._num_packed:
             self._num_packed, self._are_sums_due = count, True
@@ -330,26 +330,26 @@ class RoundsFolding:
             num_needed=fact.get("num_needed"),
             deadline_s=_deadline(event),
         )
-        is_known = self.number == begun.number and self._found[-1].is_open
-        known = self._clients(len(self._found) - 1)[0] if is_known else {}
-        if known:  # the open round gets further clients
-            begun = replace(begun, began_s=self._found[-1].began_s)
-        clients = {each: ClientInRound(each, ClientState.SELECTED) for each in fact["clients"]}
+        is_known = self.number == begun.number and self._rounds[-1].is_open
+        chosen = self._clients(len(self._rounds) - 1)[0] if is_known else {}
+        if chosen:  # the open round gets further clients
+            begun = replace(begun, began_s=self._rounds[-1].began_s)
+        clients = {id_: ClientInRound(id_, ClientState.SELECTED) for id_ in fact["clients"]}
         for excuse in fact.get("excused", ()):
             excused = ClientInRound(0, ClientState.EXCUSED, reason=str(excuse["reason"]))
-            clients |= {each: replace(excused, client=each) for each in excuse["clients"]}
-        self._begin(begun, clients | known)
+            clients |= {id_: replace(excused, client=id_) for id_ in excuse["clients"]}
+        self._begin(begun, clients | chosen)
 
     def _begin(self, begun: Round, clients: Mapping[int, ClientInRound]) -> None:
         """Append a round; drop rounds with its number or a greater one."""
         if self.number >= begun.number:
-            self._keep(sum(each.number < begun.number for each in self._found))
-        self._found.append(begun)
-        self._own.append(dict(sorted(clients.items())))
+            self._keep(sum(round_.number < begun.number for round_ in self._rounds))
+        self._rounds.append(begun)
+        self._chosen.append(dict(sorted(clients.items())))
         self._stale.append(())
-        self._changed.add(len(self._found) - 1)
-        if self._most is not None and len(self._found) > self._most:
-            del self._found[0], self._own[0], self._stale[0]
+        self._changed.add(len(self._rounds) - 1)
+        if self._most is not None and len(self._rounds) > self._most:
+            del self._rounds[0], self._chosen[0], self._stale[0]
             self._changed = {at - 1 for at in self._changed if at}
             if self._num_packed:
                 self._num_packed, self._are_sums_due = self._num_packed - 1, True
@@ -360,14 +360,14 @@ class RoundsFolding:
         at = self._place(fact["round_num"])
         if at is None:
             return
-        own, stale = self._clients(at)
-        known = own.get(client)
-        if known is None:
+        chosen, stale = self._clients(at)
+        record = chosen.get(client)
+        if record is None:
             return
-        if not self._found[at].is_open:  # the close has already marked it late
+        if not self._rounds[at].is_open:  # the close has already marked it late
             changes.pop("state", None)
-        own[client] = replace(known, **changes)
-        self._put(at, own, stale)
+        chosen[client] = replace(record, **changes)
+        self._put(at, chosen, stale)
         self._are_sums_due |= at < self._num_packed
 
     def _close(self, event: Event) -> None:
@@ -375,21 +375,21 @@ class RoundsFolding:
         at = self._place(fact["round_num"])
         if at is None:  # its beginning was not read
             self._begin(Round(fact["round_num"], event.time_s, clients=()), {})
-            at = len(self._found) - 1
-        accepted = {each["client"]: each for each in fact["accepted"]}
-        own = {
-            each.client: _closed(each, accepted.get(each.client))
-            for each in self._clients(at)[0].values()
+            at = len(self._rounds) - 1
+        accepted = {update["client"]: update for update in fact["accepted"]}
+        chosen = {
+            client.client: _closed(client, accepted.get(client.client))
+            for client in self._clients(at)[0].values()
         }
         stale = tuple(
-            self._late(number, each) for number, each in accepted.items() if number not in own
+            self._late(number, late) for number, late in accepted.items() if number not in chosen
         )
-        self._put(at, own, stale)
+        self._put(at, chosen, stale)
         self._are_sums_due |= at < self._num_packed
-        counted = [each for each in (*own.values(), *stale) if each.state is ClientState.DONE]
-        self._found[at] = replace(
-            self._found[at],
-            seconds=event.time_s - self._found[at].began_s,
+        counted = [entry for entry in (*chosen.values(), *stale) if entry.state is ClientState.DONE]
+        self._rounds[at] = replace(
+            self._rounds[at],
+            seconds=event.time_s - self._rounds[at].began_s,
             loss=mean_loss(counted),
             reason=str(fact["reason"]),
             told_loss=numbers(fact.get("metrics")).get(TRAIN_LOSS),
@@ -399,7 +399,7 @@ class RoundsFolding:
     def _late(self, client: int, accepted: Mapping[str, Any]) -> ClientInRound:
         """Return the record of a late update of an earlier round that counts in the newest one."""
         staleness = accepted.get("staleness", 0)
-        earlier = self._place(self._found[-1].number - staleness)
+        earlier = self._place(self._rounds[-1].number - staleness)
         trained = None if earlier is None else self._clients(earlier)[0].get(client)
         trained = trained or ClientInRound(client, ClientState.DONE)
         samples = accepted["num_samples"]
@@ -407,12 +407,12 @@ class RoundsFolding:
 
     def _place(self, number: int) -> int | None:
         """Return the index of the round with this number, or None; numbers are consecutive."""
-        at = number - self._found[0].number if self._found else -1
-        return at if 0 <= at < len(self._found) and self._found[at].number == number else None
+        at = number - self._rounds[0].number if self._rounds else -1
+        return at if 0 <= at < len(self._rounds) and self._rounds[at].number == number else None
 
 
 def _times(clients: Iterable[ClientInRound]) -> Iterator[float]:
-    return (each.seconds for each in clients if each.num_samples)
+    return (client.seconds for client in clients if client.num_samples)
 
 
 _KINDS: Final = frozenset((

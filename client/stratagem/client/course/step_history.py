@@ -88,7 +88,7 @@ class History(Mapping[str, StepSeries]):
 
     def __init__(self, series: Iterable[StepSeries]) -> None:
         self._series = {
-            f"{each.party}:{each.name}" if each.party else each.name: each for each in series
+            f"{item.party}:{item.name}" if item.party else item.name: item for item in series
         }
 
     @classmethod
@@ -103,12 +103,12 @@ class History(Mapping[str, StepSeries]):
     def next_step(self) -> int:
         """Return the first step to request next: the first one of a row that may still change."""
         last_of: dict[str, int] = {}
-        for each in self._series.values():  # a segment ends for all series of its party
-            certain = each.step[~each.provisional]
+        for series in self._series.values():  # a segment ends for all series of its party
+            certain = series.step[~series.provisional]
             last = int(certain[-1]) if len(certain) else 0
-            last_of[each.party] = max(last, last_of.get(each.party, 0))
+            last_of[series.party] = max(last, last_of.get(series.party, 0))
         last = min(last_of.values(), default=0)
-        stride = max((each.stride for each in self._series.values()), default=1)
+        stride = max((item.stride for item in self._series.values()), default=1)
         return (last - 1) // stride * stride + 1 if last else 1
 
     def continued(self, later: "History") -> "History":
@@ -116,14 +116,14 @@ class History(Mapping[str, StepSeries]):
         from_step = self.next_step
         names = dict.fromkeys([*self, *later])
         pairs = ((self._series.get(name), later._series.get(name)) for name in names)
-        return History(_continued(own, other, from_step) for own, other in pairs)
+        return History(_continued(earlier, other, from_step) for earlier, other in pairs)
 
     def with_newest_of(self, whole: "History") -> "History":
         """Return this part of a history, plus the series that `whole` keeps of its newest segment
         only."""
-        kept = [each for each in self._series.values() if not is_of_newest_segment(each.party)]
-        newest = [each for each in whole._series.values() if is_of_newest_segment(each.party)]
-        return History([*kept, *newest])
+        older = [item for item in self._series.values() if not is_of_newest_segment(item.party)]
+        newest = [item for item in whole._series.values() if is_of_newest_segment(item.party)]
+        return History([*older, *newest])
 
     def __getitem__(self, name: str) -> StepSeries:
         try:
@@ -146,7 +146,7 @@ class History(Mapping[str, StepSeries]):
 
     def __repr__(self) -> str:
         """Return a summary: the number of steps, and the names of the series."""
-        steps = max((int(each.step[-1]) for each in self._series.values() if len(each)), default=0)
+        steps = max((int(item.step[-1]) for item in self._series.values() if len(item)), default=0)
         names = list(self._series)
         named = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
         return f"History({len(names)} series up to step {steps}{named and f': {named}'})"
@@ -160,30 +160,30 @@ class History(Mapping[str, StepSeries]):
         """Return (steps, idle share of the pipeline's workers), one per row, for the last step of
         the row. Empty without `stage/<i>` series."""
         busy, spans = (
-            [each for each in self._series.values() if _is_of_stage(each, name)]
+            [series for series in self._series.values() if _is_of_stage(series, name)]
             for name in ("busy_s", "span_s")
         )
-        if not busy or len({each.step.tobytes() for each in (*busy, *spans)}) > 1:
+        if not busy or len({series.step.tobytes() for series in (*busy, *spans)}) > 1:
             return np.empty(0, np.int64), np.empty(0)
-        makespan_s = np.max([each.last for each in spans], axis=0)
-        busy_s = np.sum([each.last for each in busy], axis=0)
+        makespan_s = np.max([series.last for series in spans], axis=0)
+        busy_s = np.sum([series.last for series in busy], axis=0)
         return busy[0].step, 1.0 - busy_s / (len(spans) * np.maximum(makespan_s, 1e-12))
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Return all rows as one long-form DataFrame; needs pandas."""
         import pandas as pd
 
-        tables = [pd.DataFrame(_table(each)) for each in self._series.values()]
+        tables = [pd.DataFrame(_table(series)) for series in self._series.values()]
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
 def _row(series: StepSeries) -> tuple[str, ...]:
     end = str(series.step[-1]) if len(series) else ""
-    last, low, high = (each[np.isfinite(each)] for each in (series.last, series.min, series.max))
+    last, low, high = (col[np.isfinite(col)] for col in (series.last, series.min, series.max))
     values = (last[-1], low.min(), high.max()) if min(map(len, (last, low, high))) else ()
-    shown = [_value_text(series.name, float(value)) for value in values] or ["", "", ""]
+    texts = [_value_text(series.name, float(value)) for value in values] or ["", "", ""]
     how = "observed" if series.observed else ""
-    return (series.name, series.party, str(len(series)), end, *shown, how)
+    return (series.name, series.party, str(len(series)), end, *texts, how)
 
 
 def _value_text(name: str, value: float) -> str:
@@ -216,19 +216,19 @@ def _series(blocks: list[pb.HistoryBlock]) -> StepSeries:
     )
 
 
-def _continued(own: StepSeries | None, later: StepSeries | None, from_step: int) -> StepSeries:
+def _continued(earlier: StepSeries | None, later: StepSeries | None, from_step: int) -> StepSeries:
     """Return a series whose rows from from_step on are replaced by those of `later`."""
-    known = cast(StepSeries, own or later)
-    stride = max(each.stride for each in (own, later) if each is not None)
+    series = cast(StepSeries, earlier or later)
+    stride = max(part.stride for part in (earlier, later) if part is not None)
     first = (from_step - 1) // stride * stride
-    kept = joined([], stride)
-    if own is not None:
-        num_kept = int(np.searchsorted(own.step, first, side="right"))
-        kept = joined([part_of(own.columns, 0, num_kept)], stride)
-    rows = joined([kept] if later is None else [kept, later.columns], stride)
-    certain = kept.step if later is None else later.step[~later.provisional]
-    last = max(int(steps[-1]) if len(steps) else 0 for steps in (kept.step, certain))
-    return replace(known, stride=stride, columns=rows, provisional=rows.step > last)
+    head = joined([], stride)
+    if earlier is not None:
+        num_kept = int(np.searchsorted(earlier.step, first, side="right"))
+        head = joined([part_of(earlier.columns, 0, num_kept)], stride)
+    rows = joined([head] if later is None else [head, later.columns], stride)
+    certain = head.step if later is None else later.step[~later.provisional]
+    last = max(int(steps[-1]) if len(steps) else 0 for steps in (head.step, certain))
+    return replace(series, stride=stride, columns=rows, provisional=rows.step > last)
 
 
 def _table(series: StepSeries) -> dict[str, Any]:
@@ -272,17 +272,17 @@ class MeasuredStep:
     @property
     def is_whole(self) -> bool:
         """Return whether all micro-batches were measured, not only a sample of them."""
-        numbers = {each.micro_batch for its in self.actions.values() for each in its} - {NONE}
+        numbers = {action.micro_batch for its in self.actions.values() for action in its} - {NONE}
         return numbers == set(range(max(numbers, default=-1) + 1))
 
 
 def measured_step(history: Mapping[str, StepSeries], num_stages: int) -> MeasuredStep | None:
     """Return the newest step that all stages measured; None if there is none."""
-    found = [_values(history, stage) for stage in range(num_stages)]
-    step = max((step for step, _ in found), default=0)
-    if not step or any(each != step for each, _ in found):
+    newest = [_values(history, stage) for stage in range(num_stages)]
+    step = max((step for step, _ in newest), default=0)
+    if not step or any(stage_step != step for stage_step, _ in newest):
         return None
-    reports = [StageReport.of(values) for _, values in found]
+    reports = [StageReport.of(values) for _, values in newest]
     if not all(report.actions for report in reports):
         return None
     lanes: dict[int, tuple[int, ...]] = {}
@@ -325,12 +325,12 @@ def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
     ]
     heapq.heapify(near)
     while near:  # the closest bounds first, which makes every clock as certain as possible
-        width, known, rank = heapq.heappop(near)
+        width, from_rank, rank = heapq.heappop(near)
         if rank in offsets:
             continue
-        low, high = between[known, rank]
-        offsets[rank] = offsets[known] + _middle(low, high)
-        errors[rank] = errors[known] + (0.0 if math.isinf(width) else max(width, 0.0) / 2)
+        low, high = between[from_rank, rank]
+        offsets[rank] = offsets[from_rank] + _middle(low, high)
+        errors[rank] = errors[from_rank] + (0.0 if math.isinf(width) else max(width, 0.0) / 2)
         for (a, b), bounds in between.items():
             if a == rank and b not in offsets:
                 heapq.heappush(near, (bounds[1] - bounds[0], rank, b))
@@ -339,7 +339,7 @@ def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
 
 def _middle(low: float, high: float) -> float:
     """Return the midpoint of two bounds, or the only finite one."""
-    finite = [each for each in (low, high) if math.isfinite(each)]
+    finite = [bound for bound in (low, high) if math.isfinite(bound)]
     return sum(finite) / max(len(finite), 1)
 
 
@@ -358,19 +358,19 @@ def _bounds(reports: Sequence[StageReport]) -> dict[tuple[int, int], tuple[float
         if one.clock and one.clock == other.clock:
             pair, apart_s = (one.rank, other.rank), other.began_s - one.began_s
             low[pair], low[pair[::-1]] = apart_s, -apart_s
-    pairs = {pair for each in low for pair in (each, each[::-1])}
+    pairs = {pair for ranks in low for pair in (ranks, ranks[::-1])}
     return {(a, b): (low[a, b], -low[b, a]) for a, b in pairs}
 
 
 def _least(sender: StageReport, receiver: StageReport, kinds: Sequence[str]) -> float:
     """Return the lower bound on the receiver's start of the step minus the sender's, since no
     micro-batch is processed before it arrives."""
-    ends = {each.micro_batch: each.end_s for each in sender.actions if each.kind in kinds}
+    ends = {action.micro_batch: action.end_s for action in sender.actions if action.kind in kinds}
     return max(
         (
-            ends[each.micro_batch] - each.begin_s
-            for each in receiver.actions
-            if each.kind in kinds and each.micro_batch in ends
+            ends[action.micro_batch] - action.begin_s
+            for action in receiver.actions
+            if action.kind in kinds and action.micro_batch in ends
         ),
         default=-math.inf,
     )

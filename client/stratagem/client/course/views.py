@@ -382,18 +382,18 @@ def _commit(info: pb.CommitInfo) -> Commit:
     )
 
 
-def _read(kind: type[T], *messages: Message, **own: Any) -> T:
-    """Make a view from equally named fields of the messages, and from the values in `own`."""
-    for name in (each.name for each in fields(cast(Any, kind)) if each.name not in own):
-        found = next(getattr(message, name) for message in messages if hasattr(message, name))
-        match found:
+def _read(kind: type[T], *messages: Message, **values: Any) -> T:
+    """Make a view from equally named fields of the messages, and from the values in `values`."""
+    for name in (spec.name for spec in fields(cast(Any, kind)) if spec.name not in values):
+        value = next(getattr(message, name) for message in messages if hasattr(message, name))
+        match value:
             case str() | int() | float():
-                own[name] = found
+                values[name] = value
             case Mapping():
-                own[name] = dict(found)
+                values[name] = dict(value)
             case _:
-                own[name] = tuple(found)
-    return kind(**own)
+                values[name] = tuple(value)
+    return kind(**values)
 
 
 # ---- Payloads ----
@@ -415,8 +415,8 @@ def number(value: Any) -> float:
 
 def numbers(values: Any) -> dict[str, float]:
     """Parse the metrics of an event's payload, keyed by name."""
-    found = values if isinstance(values, Mapping) else {}
-    return {str(name): number(value) for name, value in found.items()}
+    metrics = values if isinstance(values, Mapping) else {}
+    return {str(name): number(value) for name, value in metrics.items()}
 
 
 def party_of(event: Event) -> str:

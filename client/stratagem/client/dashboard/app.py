@@ -321,7 +321,7 @@ def panels_json(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
 
 def picture_file(run: ReportedRun, width: int, name: str) -> str:
     """Return one picture of a run as an SVG file; "" if it has none of this name."""
-    panel = next((each for each in panels_of(run) if each.name == name), None)
+    panel = next((candidate for candidate in panels_of(run) if candidate.name == name), None)
     return "" if panel is None else panel.draw(width).svg_file
 
 

@@ -59,7 +59,7 @@ class RunBook:
         self._asking, self._taking = asyncio.Lock(), asyncio.Lock()
         """Locks: one request at a time, and no reading of events while the run is drawn."""
         self._reader: asyncio.Task[None] | None = None
-        self._shown: ReportedRun | None = None
+        self._run_read: ReportedRun | None = None
         self._history, self._num_returns = History(()), 0
         """The step history as read, and how often the run had returned to a commit by then."""
         self._history_s, self._history_index = -HISTORY_S, -1
@@ -72,50 +72,50 @@ class RunBook:
         """Return the drawing of the current run, from the events that can be read in time."""
         key, asked_s = (width, view), time.monotonic()
         async with self._asking:
-            known = self._drawn.get(key)
-            if known is not None and self._reader is not None and known.made_s >= asked_s:
-                return known.text  # concurrent callers share one drawing
+            drawing = self._drawn.get(key)
+            if drawing is not None and self._reader is not None and drawing.made_s >= asked_s:
+                return drawing.text  # concurrent callers share one drawing
             times = MORE_PATIENCE if key in self._drawn else 1.0
-            shown = await self._read_on(times * self._patience_s)
-            known = self._drawn.get(key)  # empty if another run now has this name
-            if known is None or not self._is_as_now(known, shown):
-                viewed = await self._with_view(shown, view)
+            run = await self._read_on(times * self._patience_s)
+            drawing = self._drawn.get(key)  # empty if another run now has this name
+            if drawing is None or not self._is_as_now(drawing, run):
+                viewed = await self._with_view(run, view)
                 async with self._taking:
-                    num_events = shown.course.num_events
+                    num_events = run.course.num_events
                     text = await asyncio.to_thread(draw, viewed, width)
-                known = Drawing(text, num_events, shown.history, time.monotonic())
-                self._drawn[key] = known
+                drawing = Drawing(text, num_events, run.history, time.monotonic())
+                self._drawn[key] = drawing
                 self._drawn.move_to_end(key)
                 if len(self._drawn) > MAX_DRAWINGS:
                     self._drawn.popitem(last=False)
-            return known.text
+            return drawing.text
 
     async def complete_drawing(self, width: int, draw: Draw) -> str:
         """Return a drawing of all events of the run, however long reading takes."""
         async with self._asking:
-            shown = await self._read_on(None)
+            run = await self._read_on(None)
             async with self._taking:
-                return await asyncio.to_thread(draw, shown, width)
+                return await asyncio.to_thread(draw, run, width)
 
     @staticmethod
-    def _is_as_now(known: Drawing, shown: ReportedRun) -> bool:
-        is_same = known.num_events == shown.course.num_events
-        return is_same and known.history is shown.history
+    def _is_as_now(drawing: Drawing, run: ReportedRun) -> bool:
+        is_same = drawing.num_events == run.course.num_events
+        return is_same and drawing.history is run.history
 
     async def shown(self, patience_s: float | None = None, view: CurveView = WHOLE) -> ReportedRun:
         """Return the current run, for immediate use only. With a patience, it may lack events."""
         async with self._asking:
             return await self._with_view(await self._read_on(patience_s), view)
 
-    async def _with_view(self, shown: ReportedRun, view: CurveView) -> ReportedRun:
+    async def _with_view(self, run: ReportedRun, view: CurveView) -> ReportedRun:
         """Return the run with a finer step history for the steps in view."""
         if not view.is_part:
-            return shown
+            return run
         first, last = view.first_step, view.last_step
         history = await self._run.history(
-            *recorded(shown.job), from_step=first, to_step=last, max_rows=MAX_ROWS
+            *recorded(run.job), from_step=first, to_step=last, max_rows=MAX_ROWS
         )
-        return replace(shown, history=history.with_newest_of(self._history))
+        return replace(run, history=history.with_newest_of(self._history))
 
     def close(self) -> None:
         """Cancel the reading of events."""
@@ -126,25 +126,25 @@ class RunBook:
     async def _read_on(self, patience_s: float | None) -> ReportedRun:
         """Read on, for at most patience_s, and return the run with the events read so far."""
         until_s = None if patience_s is None else time.monotonic() + patience_s
-        status, before = await self.watch.status(), self._shown
+        status, before = await self.watch.status(), self._run_read
         if before is None or before.status.submitted_at_s != status.submitted_at_s:
             self.close()
             self._drawn.clear()
             self._history, self._num_returns = History(()), 0
             self._history_s, self._history_index = -HISTORY_S, -1
             before = ReportedRun(status, RunCourse(status.job))
-        self._shown = replace(before, status=status)
+        self._run_read = replace(before, status=status)
         course = before.course
         self._read_events(course, status)
-        self._shown = replace(self._shown, history=await self._steps(status, course))
+        self._run_read = replace(self._run_read, history=await self._steps(status, course))
         while self._reader is not None:
             left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
             if not (await asyncio.wait({self._reader}, timeout=left_s))[0]:
                 break
             self._read_events(course, status)
         if course.num_returns > self._num_returns:
-            self._shown = replace(self._shown, history=await self._steps(status, course))
-        return self._shown
+            self._run_read = replace(self._run_read, history=await self._steps(status, course))
+        return self._run_read
 
     def _read_events(self, course: RunCourse, status: RunStatus) -> None:
         """Add events that are at hand, and keep a reader running while more exist."""
@@ -218,7 +218,7 @@ class RunBooks:
     ) -> list[ReportedRun]:
         """Return runs with the events that can be read in time. Raises NotFoundError for an unknown
         run."""
-        asked = (self._of(each, lambda book: book.shown(PATIENCE_S, view)) for each in run_ids)
+        asked = (self._of(run_id, lambda book: book.shown(PATIENCE_S, view)) for run_id in run_ids)
         return list(await asyncio.gather(*asked))
 
     def _book(self, run_id: str) -> RunBook:
@@ -226,10 +226,10 @@ class RunBooks:
         if book is None:
             book = self._books[run_id] = RunBook(self._client.handle(run_id), PATIENCE_S)
         self._books.move_to_end(run_id)
-        unwatched = [each for each, of in self._books.items() if not of.watch.subscription.is_on]
-        for each in unwatched[: max(len(self._books) - MAX_BOOKS, 0)]:
-            if each != run_id:
-                self._books.pop(each).close()
+        unwatched = [id_ for id_, of in self._books.items() if not of.watch.subscription.is_on]
+        for old_id in unwatched[: max(len(self._books) - MAX_BOOKS, 0)]:
+            if old_id != run_id:
+                self._books.pop(old_id).close()
         return book
 
     async def _of(self, run_id: str, ask: Callable[[RunBook], Awaitable[T]]) -> T:

@@ -111,15 +111,15 @@ def address_of(
             )
             raise InvalidInputError.at("--public-url", text)
         hosts = []
-    own = [origin_of(f"{scheme}://{_bracketed(name)}:{port}") for name in (*hosts, *names)]
+    origins = [origin_of(f"{scheme}://{_bracketed(name)}:{port}") for name in (*hosts, *names)]
     if public_url:
         printed = origin_of(public_url)
-        own = [printed, *(own if is_loopback(host) else ())]
+        origins = [printed, *(origins if is_loopback(host) else ())]
     elif is_unspecified(host):
-        printed = own[0]
+        printed = origins[0]
     else:
         printed = origin_of(f"{scheme}://{_bracketed(host)}:{port}")
-    return PageAddress(host, port, frozenset((*own, printed)), printed)
+    return PageAddress(host, port, frozenset((*origins, printed)), printed)
 
 
 def origin_of(url: str) -> str:
@@ -132,8 +132,8 @@ def origin_of(url: str) -> str:
         parts, port = urlsplit(""), None
     if parts.scheme not in _DEFAULT_PORTS or not parts.hostname or parts.path not in ("", "/"):
         raise InvalidInputError.at("--public-url", f"{url[:80]!r} is not http(s)://HOST[:PORT]")
-    shown = "" if port in (None, _DEFAULT_PORTS[parts.scheme]) else f":{port}"
-    return f"{parts.scheme}://{_bracketed(parts.hostname)}{shown}"
+    port_text = "" if port in (None, _DEFAULT_PORTS[parts.scheme]) else f":{port}"
+    return f"{parts.scheme}://{_bracketed(parts.hostname)}{port_text}"
 
 
 def why_not(address: PageAddress, method: str, headers: Mapping[str, str]) -> str:

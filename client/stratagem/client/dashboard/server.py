@@ -72,8 +72,8 @@ class PageServer:
         is_secure = address.printed.startswith("https:")
         settings = PageSettings(address, PageSessions(token, port), options.operates, is_secure)
         client, asking = (
-            AsyncClient(coordinator, patience_s=each, tls=proof.tls, token_file=proof.token_file)
-            for each in (PATIENCE_S, BANNER_PATIENCE_S)
+            AsyncClient(coordinator, patience_s=wait_s, tls=proof.tls, token_file=proof.token_file)
+            for wait_s in (PATIENCE_S, BANNER_PATIENCE_S)
         )
         self.url = address.printed if file else f"{address.printed}/#token={token}"
         """The address to open, with the token unless the user has it in a file."""
@@ -128,8 +128,8 @@ def _named_in(path: Path) -> tuple[str, ...]:
     """Return the host names in a certificate, without wildcards."""
     from cryptography import x509
 
-    own = certificates_in("--page-tls-cert", path)[0]
-    names = [*names_of(own, x509.DNSName), *names_of(own, x509.IPAddress)]
+    certificate = certificates_in("--page-tls-cert", path)[0]
+    names = [*names_of(certificate, x509.DNSName), *names_of(certificate, x509.IPAddress)]
     return tuple(name for name in names if "*" not in name)
 
 

@@ -21,9 +21,9 @@ def plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else str(value)
         case Mapping():
-            return {printable(str(name), is_line=True): plain(each) for name, each in value.items()}
+            return {printable(str(name), is_line=True): plain(item) for name, item in value.items()}
         case Iterable():
-            return [plain(each) for each in value]
+            return [plain(item) for item in value]
         case _ if is_dataclass(value) and not isinstance(value, type):
             return plain(asdict(value))
         case _:

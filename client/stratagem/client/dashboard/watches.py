@@ -135,7 +135,7 @@ class RunWatch:
         """The index after the run's last event; -1 while it has not ended."""
         self.gone = b""
         """The message for tabs that the run does not exist; empty if it does."""
-        self._kept: deque[tuple[Event, bytes]] = deque()
+        self._recent: deque[tuple[Event, bytes]] = deque()
         self.subscription = Subscription(
             f"run {run.run_id}", self._follow, self._begin, self._forget_progress
         )
@@ -149,17 +149,17 @@ class RunWatch:
     @property
     def first(self) -> int:
         """Return the index of the oldest cached event."""
-        return self.next - len(self._kept)
+        return self.next - len(self._recent)
 
     def event(self, index: int) -> bytes:
         """Return a cached event as a message."""
-        return self._kept[index - self.first][1]
+        return self._recent[index - self.first][1]
 
     def events_from(self, index: int) -> list[Event]:
         """Return the events from an index on, if all of them are cached; else none."""
         if not (self.subscription.is_on and self.is_ready and self.first <= index < self.next):
             return []
-        return [event for event, _ in islice(self._kept, index - self.first, None)]
+        return [event for event, _ in islice(self._recent, index - self.first, None)]
 
     def _begin(self) -> None:
         self.gone, self.ended_at, self.is_ready = b"", -1, False
@@ -188,7 +188,7 @@ class RunWatch:
             await self._follow_to_the_end()
         except NotFoundError as error:
             self.gone, self.is_ready = server_sent("gone", {"why": told(error)}), False
-            self._kept.clear()
+            self._recent.clear()
             self._forget_progress()
             self.subscription.notify()
             return False
@@ -198,7 +198,7 @@ class RunWatch:
         """Follow the run to its end, then wait until it continues."""
         newest = (await self.run.status()).event_index
         if not self.is_ready or newest + 1 < self.next:  # smaller: another run has this name
-            self._kept.clear()
+            self._recent.clear()
             self._forget_progress()
             self.next, self.is_ready = newest + 1, True
         self.subscription.notify()
@@ -214,9 +214,9 @@ class RunWatch:
 
     def _take(self, item: Event | Progress) -> None:
         if isinstance(item, Event):
-            self._kept.append((item, server_sent("fact", item, item.index)))
-            if len(self._kept) > KEPT:
-                self._kept.popleft()
+            self._recent.append((item, server_sent("fact", item, item.index)))
+            if len(self._recent) > KEPT:
+                self._recent.popleft()
             self.next = item.index + 1
             self._num_changes += 1
             self.subscription.notify()
@@ -323,7 +323,7 @@ class RunsWatch:
             self._runs.move_to_end(run_id)
         self._is_complete, self._time_s = change.is_complete, change.time_s
         if len(change.deleted) and sum(not brief for _, brief in self._runs.values()) > MAX_DELETED:
-            self._runs = OrderedDict((id_, each) for id_, each in self._runs.items() if each[1])
+            self._runs = OrderedDict((id_, entry) for id_, entry in self._runs.items() if entry[1])
             self._generation += 1  # all tabs get the remaining runs again
         self.subscription.notify()
 

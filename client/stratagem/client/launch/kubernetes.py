@@ -158,8 +158,8 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
     ]
     if shape.secret is not None:
         mounts.append({"name": "tls", "mountPath": CERTIFICATES, "readOnly": True})
-    own = {"grpc": {"port": HEALTH_PORT + number}}
-    alive = own if shape.per_pod == 1 else _all_alive(shape.per_pod)
+    probe = {"grpc": {"port": HEALTH_PORT + number}}
+    alive = probe if shape.per_pod == 1 else _all_alive(shape.per_pod)
     return {
         "name": f"worker-{number}",
         "image": shape.image,
@@ -170,7 +170,7 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
             {"name": f"{name}-{number}", "containerPort": first + number}
             for name, first in ports.items()
         ],
-        "startupProbe": {**own, "periodSeconds": 2, "failureThreshold": 150},
+        "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": 150},
         "livenessProbe": {**alive, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
         "resources": {
             "requests": {"cpu": str(shape.cpus), "memory": shape.memory},
@@ -226,14 +226,14 @@ def _environment(container: str, shape: PodShape) -> list[Object]:
     fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
     if shape.metrics:  # as for the standing workers, whose deployment is their namespace
         fields["STRATAGEM_WORKER_METRICS_DEPLOYMENT"] = "metadata.namespace"
-    told: list[Object] = [
+    variables: list[Object] = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in fields.items()
     ]
     cpus = {"containerName": container, "resource": "requests.cpu", "divisor": "1"}
     for name in ("STRATAGEM_WORKER_THREADS", "STRATAGEM_WORKER_MAX_READERS"):
-        told.append({"name": name, "valueFrom": {"resourceFieldRef": cpus}})
-    return told
+        variables.append({"name": name, "valueFrom": {"resourceFieldRef": cpus}})
+    return variables
 
 
 # ---- Job ----

@@ -173,8 +173,8 @@ def _why_not(name: str, value: str, *, has_value: bool) -> str:
     if name in SECONDS:
         return "" if _is_time(value) else "a number of seconds"
     if name in CHOICES:
-        known = CHOICES[name]
-        return "" if value in known else f"one of {', '.join(filter(None, known))}"
+        choices = CHOICES[name]
+        return "" if value in choices else f"one of {', '.join(filter(None, choices))}"
     return ""
 
 

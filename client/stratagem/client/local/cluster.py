@@ -263,20 +263,20 @@ class LocalCluster:
 
     def _worker(self, name: str) -> Command:
         threads = threads_each(self.threads, {**os.environ, **self.environment})
-        own = self.worker_arguments.get(name, ())
+        arguments = self.worker_arguments.get(name, ())
 
         def argv(addresses: Mapping[str, str]) -> list[str]:
             return [
                 *self.programs["worker"],
                 *("--coordinator", addresses.get(COORDINATOR, "-"), "--name", name),
-                *(() if "--tunnel" in own else ("--listen", "127.0.0.1:0")),
+                *(() if "--tunnel" in arguments else ("--listen", "127.0.0.1:0")),
                 *("--data-dir", str(self._folder / name)),
                 *(part for pattern in self.allow for part in ("--allow", pattern)),
                 *("--allow-code", self.allow_code),
                 *(part for folder in self.import_path for part in ("--import-path", str(folder))),
                 *(part for root in self.data_root for part in ("--data-root", str(root))),
                 *("--threads", str(threads.number), "--ready-file", str(self._ready_file(name))),
-                *own,
+                *arguments,
             ]
 
         return self._command(name, argv, (COORDINATOR,), "STRATAGEM_WORKER_PREVIOUS_EXIT")
@@ -330,11 +330,11 @@ class LocalRun:
     def load(cls, data_dir: Path, run_id: str) -> "LocalRun":
         path = _local_run_file(data_dir, run_id)
         try:
-            kept = json.loads(path.read_text())
+            document = json.loads(path.read_text())
         except FileNotFoundError:
             raise NotFoundError(f"no local run {run_id} in {data_dir}") from None
-        lists = {name: tuple(value) for name, value in kept.items() if isinstance(value, list)}
-        return cls(**{**kept, **lists})
+        lists = {name: tuple(value) for name, value in document.items() if isinstance(value, list)}
+        return cls(**{**document, **lists})
 
     def threads_of(self, num_workers: int) -> ThreadChoice:
         """Return the threads per worker for a continued run; for one of 0.2.0, the cores that this

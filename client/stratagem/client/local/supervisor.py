@@ -371,8 +371,8 @@ class ProcessSupervisor:
 
     def _child(self, name: str) -> _Child:
         if name not in self._children:
-            known = ", ".join(self._children)
-            raise NotFoundError(f"no process {name!r}; there are {known}")
+            names = ", ".join(self._children)
+            raise NotFoundError(f"no process {name!r}; there are {names}")
         return self._children[name]
 
     def _poke(self) -> None:

@@ -28,10 +28,10 @@ class Axis:
         return self.start + (self.end - self.start) * self._share(value)
 
     def _share(self, value: float) -> float:
-        low, high = self._shown(self.low), self._shown(self.high)
-        return (self._shown(value) - low) / (high - low) if high > low else 0.5
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        return (self._scaled(value) - low) / (high - low) if high > low else 0.5
 
-    def _shown(self, value: float) -> float:
+    def _scaled(self, value: float) -> float:
         return math.log10(max(value, self.low, 1e-300)) if self.log else value
 
     def ticks(self, count: int = 5) -> list[float]:
@@ -39,9 +39,9 @@ class Axis:
         if self.log:
             return _powers(self.low, self.high, count)
         for more in range(count, 4 * count):
-            found = steps(self.low, self.high, more)
-            if len(found) >= min(count, 3):
-                return found
+            ticks = steps(self.low, self.high, more)
+            if len(ticks) >= min(count, 3):
+                return ticks
         return steps(self.low, self.high, count)
 
 
@@ -91,18 +91,18 @@ def steps(low: float, high: float, count: int) -> list[float]:
 
 def whole_steps(low: float, high: float, count: int) -> list[float]:
     """Return about `count` evenly spaced whole numbers within the range."""
-    found = [value for value in steps(low, high, count) if abs(value - round(value)) < 1e-9]
-    return found or [float(value) for value in range(math.ceil(low), math.floor(high) + 1)]
+    numbers = [value for value in steps(low, high, count) if abs(value - round(value)) < 1e-9]
+    return numbers or [float(value) for value in range(math.ceil(low), math.floor(high) + 1)]
 
 
 def _powers(low: float, high: float, count: int) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for factors in ((1,), (1, 3), (1, 2, 5)):
         powers = [f * 10.0**p for p in range(first, last + 1) for f in factors]
-        found = [value for value in powers if low <= value <= high]
-        if len(found) >= 2:
-            every = max(1, math.ceil(len(found) / (count + 1)))
-            return found[::every]
+        ticks = [value for value in powers if low <= value <= high]
+        if len(ticks) >= 2:
+            every = max(1, math.ceil(len(ticks) / (count + 1)))
+            return ticks[::every]
     return steps(low, high, count)
 
 
@@ -149,7 +149,7 @@ def time_steps(high: float, count: int) -> list[float]:
         return [0.0]
     raw = high / max(count, 1)
     round_ones = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 86400)
-    size = next((float(each) for each in round_ones if each >= raw * 0.999), raw)
+    size = next((float(seconds) for seconds in round_ones if seconds >= raw * 0.999), raw)
     if raw < 1:
         return steps(0.0, high, count)
     return [at * size for at in range(int(high / size + 1e-9) + 1)]
@@ -207,13 +207,13 @@ def below(name: str) -> int:
     return 38 if name else 24
 
 
-def legend(entries: Sequence[tuple[str, str]], left: float, width: float) -> tuple[str, int]:
+def legend(entries: Sequence[tuple[str, str]], left_x: float, width: float) -> tuple[str, int]:
     """Draw a legend; return its SVG and height. entries: (sign as SVG around (0, 0), name)."""
-    x, y, parts = left, 14.0, list[str]()
+    x, y, parts = left_x, 14.0, list[str]()
     for sign, name in entries:
         room = 16 + width_of(name) + 14
-        if x > left and x + room > width:
-            x, y = left, y + 18
+        if x > left_x and x + room > width:
+            x, y = left_x, y + 18
         parts.append(
             f'<g transform="translate({x + 5:.1f} {y - 4:.1f})">{sign}</g>'
             + label(x + 15, y, name, fill="ink")

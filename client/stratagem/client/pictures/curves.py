@@ -78,25 +78,25 @@ class Row:
 def rows_of(line: Line) -> list[Row]:
     """Convert a line to rows, to be merged and drawn."""
     steps, last = list(map(float, line.step)), list(map(float, line.last))
-    low, high = (list(map(float, each)) or last for each in (line.low, line.high))
+    low, high = (list(map(float, column)) or last for column in (line.low, line.high))
     return [Row(*values) for values in zip(steps, last, low, high, strict=True)]
 
 
 def merge_rows(rows: Sequence[Row], x: Axis, pixels: int = 1) -> list[Row]:
     """Merge the rows that fall into the same column of `pixels` pixels."""
-    found: list[Row] = []
+    merged: list[Row] = []
     column, was_finite = -1, False
     for row in rows:
         at, is_finite = int(x(row.step) / pixels), math.isfinite(row.last)
         if at == column and is_finite == was_finite:
-            known = found[-1]
-            low = known.low if known.low <= row.low else _least(known.low, row.low)
-            high = known.high if known.high >= row.high else -_least(-known.high, -row.high)
-            found[-1] = Row(row.step, row.last, low, high)
+            before = merged[-1]
+            low = before.low if before.low <= row.low else _least(before.low, row.low)
+            high = before.high if before.high >= row.high else -_least(-before.high, -row.high)
+            merged[-1] = Row(row.step, row.last, low, high)
         else:
-            found.append(row)
+            merged.append(row)
         column, was_finite = at, is_finite
-    return found
+    return merged
 
 
 def _least(a: float, b: float) -> float:
@@ -156,7 +156,7 @@ def curve(  # noqa: PLR0913  (the options of a curve)
         for kind, colour, name in _KINDS
         if any(mark.kind is kind for mark in marks)
     ]
-    shown, top = legend(entries, 52, width)
+    legend_text, top = legend(entries, 52, width)
     box = Box(52, top + 6, width - EDGE, height - below(unit))
     rows = [rows_of(line) for line in lines]
     every = [row for of_line in rows for row in of_line]
@@ -166,7 +166,7 @@ def curve(  # noqa: PLR0913  (the options of a curve)
         merge_rows(of_line, x, DOT_PIXELS if line.dots else 1)
         for line, of_line in zip(lines, rows, strict=True)
     ]
-    parts = [shown, *y_grid(y, box, count=max(2, round((box.bottom - box.top) / 44)))]
+    parts = [legend_text, *y_grid(y, box, count=max(2, round((box.bottom - box.top) / 44)))]
     for (line, colour), of_line in zip(_coloured(lines), drawn, strict=True):
         parts += _drawn(line, of_line, colour, x, y)
         parts += _not_finite(of_line, x, box)
@@ -236,9 +236,9 @@ def _drawn(line: Line, rows: Sequence[Row], colour: str, x: Axis, y: Axis) -> It
         if line.dots:
             for row in stretch:
                 text = hint(f"{line.name} {short(row.last)} at {short(row.step)}")
-                known: dict[str, Any] = {"fill_opacity": opacity and str(opacity)}
+                style: dict[str, Any] = {"fill_opacity": opacity and str(opacity)}
                 centre: dict[str, Any] = {"cx": x(row.step), "cy": y(row.last)}
-                yield element("circle", text, **centre, r=3.2, fill=colour, **known)
+                yield element("circle", text, **centre, r=3.2, fill=colour, **style)
 
 
 def _stretches(rows: Sequence[Row], y: Axis, provisional_from: float) -> Iterator[list[Row]]:

@@ -75,11 +75,11 @@ def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) ->
         (element("rect", x=-5, y=-5, width=10, height=10, fill="s1", fill_opacity=share), name)
         for share, name in (("0.12", "less loss"), ("0.9", "more loss"))
     ]
-    shown, top = legend(signs, 8, width)
+    legend_text, top = legend(signs, 8, width)
     size = _size(len(cells), width)
     across = max(int((width - 16) // size), 1)
     rows = math.ceil(len(cells) / across)
-    parts = [shown]
+    parts = [legend_text]
     finite = [cell.loss for cell in cells if math.isfinite(cell.loss)]
     span = (min(finite, default=0.0), max(finite, default=1.0))
     most = max((cell.num_samples for cell in cells), default=0)
@@ -88,8 +88,8 @@ def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) ->
         parts.append(_cell(cell, x, y, size, span, most))
     height = int(top + 10 + rows * size)
     counts = {state: sum(cell.state == state for cell in cells) for state in STATES if state}
-    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    words = f"{len(cells)} clients: {told or 'none selected so far'}"
+    counts_text = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    words = f"{len(cells)} clients: {counts_text or 'none selected so far'}"
     return Picture(title, words, width, height, "".join(parts), _table(cells))
 
 
@@ -127,7 +127,7 @@ def _cell(
 ) -> str:
     share = math.sqrt(cell.num_samples / most) if most else 1.0
     side = (size - (8 if size >= 24 else 3)) * (0.45 + 0.55 * share) - (12 if size >= 48 else 0)
-    left = x + (size - side) / 2
+    left_x = x + (size - side) / 2
     top = y + (size - side) / 2 - (6 if size >= 48 else 0)
     text = f"client {cell.name}: {cell.state or 'not selected'}"
     if cell.num_samples:
@@ -138,13 +138,13 @@ def _cell(
     if math.isfinite(cell.loss) and cell.num_samples:
         low, high = span
         depth = 0.12 + 0.78 * ((cell.loss - low) / (high - low) if high > low else 0.5)
-        shape: dict[str, Any] = {"x": left, "y": top, "width": side, "height": side, "rx": 3}
+        shape: dict[str, Any] = {"x": left_x, "y": top, "width": side, "height": side, "rx": 3}
         parts.append(element("rect", **shape, fill="s1", fill_opacity=f"{depth:.2f}"))
-    parts.append(_edge(left, top, side, cell.state, is_small=size < 24))
+    parts.append(_edge(left_x, top, side, cell.state, is_small=size < 24))
     colour, sign, _ = STATES[cell.state]
     if size >= 34 and sign:
         # On a surface of its own, as the fill may be as dark as the sign.
-        at_x, at_y = left + side, top + 1
+        at_x, at_y = left_x + side, top + 1
         parts.append(element("circle", cx=at_x, cy=at_y, r=6, fill="surface"))
         style: dict[str, Any] = {"size": SMALL, "anchor": "middle", "weight": "700"}
         parts.append(label(at_x, at_y + 4, sign, fill=colour, **style))
@@ -202,15 +202,15 @@ def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture
     signs.append((box_sign("s6"), "time"))
     if any(bar.deadline is not None for bar in bars):
         signs.append((_dashes("bad"), "deadline"))
-    shown, top = legend(signs, 52, width)
+    legend_text, top = legend(signs, 52, width)
     first, last = (bars[0].number, bars[-1].number) if bars else (1, 1)
-    left, right = 52.0, float(width - EDGE)
-    x = Axis(first - 0.5, last + 0.5, left, right)
-    boxes = [Box(left, top + a, right, top + b) for a, b in ((10, 110), (134, 214), (238, 298))]
-    columns = _columns(bars, math.ceil(len(bars) * MIN_PIXELS / (right - left)))
-    parts = [shown, *_losses(columns, x, boxes[0]), *_clients(columns, x, boxes[1])]
+    left_x, right_x = 52.0, float(width - EDGE)
+    x = Axis(first - 0.5, last + 0.5, left_x, right_x)
+    boxes = [Box(left_x, top + a, right_x, top + b) for a, b in ((10, 110), (134, 214), (238, 298))]
+    columns = _columns(bars, math.ceil(len(bars) * MIN_PIXELS / (right_x - left_x)))
+    parts = [legend_text, *_losses(columns, x, boxes[0]), *_clients(columns, x, boxes[1])]
     parts += _times(columns, x, boxes[2])
-    count = max(2, round((right - left) / 80))
+    count = max(2, round((right_x - left_x) / 80))
     parts += x_values(x, boxes[2], whole_steps(first, last, count), "round")
     rows = [
         (
@@ -229,10 +229,10 @@ def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture
 
 def _words(bars: Sequence[RoundBar]) -> str:
     totals = {state: sum(bar.counts.get(state, 0) for bar in bars) for state in COLOURS}
-    told = ", ".join(f"{count} {state}" for state, count in totals.items() if count)
+    totals_text = ", ".join(f"{count} {state}" for state, count in totals.items() if count)
     finite = [bar for bar in bars if math.isfinite(bar.loss)]
     ends = f"; loss from {short(finite[0].loss)} to {short(finite[-1].loss)}" if finite else ""
-    return f"{len(bars)} rounds: {told or 'no client so far'}{ends}"
+    return f"{len(bars)} rounds: {totals_text or 'no client so far'}{ends}"
 
 
 def _dashes(colour: str) -> str:
@@ -291,19 +291,19 @@ def _column(bars: Sequence[RoundBar]) -> _Column:
 
 
 def _losses(columns: Sequence[_Column], x: Axis, box: Box) -> Iterator[str]:
-    finite = [each for each in columns if math.isfinite(each.loss)]
-    y = axis_of([v for each in finite for v in (each.low, each.high)], box.bottom, box.top)
+    finite = [column for column in columns if math.isfinite(column.loss)]
+    y = axis_of([v for column in finite for v in (column.low, column.high)], box.bottom, box.top)
     yield from y_grid(y, box, count=3)
-    if any(each.high > each.low for each in finite):
-        outline = [(x(each.number), y(each.high)) for each in finite]
-        outline += [(x(each.number), y(each.low)) for each in reversed(finite)]
+    if any(column.high > column.low for column in finite):
+        outline = [(x(column.number), y(column.high)) for column in finite]
+        outline += [(x(column.number), y(column.low)) for column in reversed(finite)]
         yield element("path", d=f"{path_of(outline)}Z", fill="s1", fill_opacity="0.20")
-    line = path_of([(x(each.number), y(each.loss)) for each in finite])
+    line = path_of([(x(column.number), y(column.loss)) for column in finite])
     yield element("path", d=line, fill="none", stroke="s1", stroke_width=1.8)
     if len(finite) <= 120:
-        for each in finite:
-            text = hint(f"{each.name}: loss {short(each.loss)}")
-            yield element("circle", text, cx=x(each.number), cy=y(each.loss), r=2.8, fill="s1")
+        for point in finite:
+            text = hint(f"{point.name}: loss {short(point.loss)}")
+            yield element("circle", text, cx=x(point.number), cy=y(point.loss), r=2.8, fill="s1")
 
 
 def _clients(columns: Sequence[_Column], x: Axis, box: Box) -> Iterator[str]:
@@ -312,8 +312,8 @@ def _clients(columns: Sequence[_Column], x: Axis, box: Box) -> Iterator[str]:
     y = Axis(0.0, max(most, 1) * 1.05, box.bottom, box.top)
     for value in whole_steps(0, most, 3):
         yield element("line", x1=box.left, x2=box.right, y1=y(value), y2=y(value), stroke="grid")
-        shown: dict[str, Any] = {"fill": "muted", "anchor": "end", "size": SMALL + 1}
-        yield label(box.left - 6, y(value) + 4, short(value), **shown)
+        style: dict[str, Any] = {"fill": "muted", "anchor": "end", "size": SMALL + 1}
+        yield label(box.left - 6, y(value) + 4, short(value), **style)
     wide = _wide(x, len(columns))
     for column in columns:
         below = 0.0
@@ -333,7 +333,7 @@ def _clients(columns: Sequence[_Column], x: Axis, box: Box) -> Iterator[str]:
 
 def _times(columns: Sequence[_Column], x: Axis, box: Box) -> Iterator[str]:
     yield _named(box, "time of a round")
-    values = [v for each in columns for v in (each.seconds, each.deadline) if v is not None]
+    values = [v for c in columns for v in (c.seconds, c.deadline) if v is not None]
     y = Axis(0.0, max(values, default=1.0) * 1.08 or 1.0, box.bottom, box.top)
     yield from y_grid(y, box, count=2, form=duration)
     wide = _wide(x, len(columns))
@@ -380,8 +380,8 @@ def histogram(
     height: int = 194,
 ) -> Picture:
     """Draw a histogram of the finite values. name: of the values, for the axis."""
-    known = np.asarray(values, np.float64)  # there may be millions
-    finite = np.sort(known[np.isfinite(known)])
+    numbers = np.asarray(values, np.float64)  # there may be millions
+    finite = np.sort(numbers[np.isfinite(numbers)])
     edges = _edges(finite)
     places = np.searchsorted(np.array(edges[1:-1]), finite, "right")
     counts = np.bincount(places, minlength=len(edges) - 1).tolist()
@@ -398,14 +398,14 @@ def histogram(
         parts.append(label(box.left - 6, y(value) + 4, short(value), **style))
     rows: list[tuple[str, ...]] = []
     for at, count in enumerate(counts):
-        left, right = x(edges[at]), x(edges[at + 1])
+        left_x, right_x = x(edges[at]), x(edges[at + 1])
         within = f"{form(edges[at])} to {form(edges[at + 1])}"
         rows.append((within, str(count)))
         if count:
             shape: dict[str, Any] = {
-                "x": left + 1,
+                "x": left_x + 1,
                 "y": y(count),
-                "width": max(right - left - 2, 1),
+                "width": max(right_x - left_x - 2, 1),
             }
             high = box.bottom - y(count)
             text = hint(f"{within}: {count}")
@@ -428,8 +428,8 @@ def _edges(finite: Floats) -> list[float]:
     if low == high:
         return [low - (abs(low) * 0.05 or 0.5), low + (abs(low) * 0.05 or 0.5)]
     wanted = min(max(math.ceil(math.sqrt(len(finite))), 4), 24)
-    found = steps(low, high, wanted)
-    size = found[1] - found[0] if len(found) > 1 else high - low
+    edges = steps(low, high, wanted)
+    size = edges[1] - edges[0] if len(edges) > 1 else high - low
     first = math.floor(low / size + 1e-9)
     last = math.ceil(high / size - 1e-9)
     return [at * size for at in range(first, max(last, first + 1) + 1)]

@@ -73,7 +73,7 @@ def merge_bars(bars: Sequence[Bar], x: Axis) -> list[Bar]:
     pixel = (x.high - x.low) / (x.end - x.start)
     open_: dict[tuple[int, str], Bar] = {}
     done: list[Bar] = []
-    for bar in sorted(bars, key=lambda each: (each.start, each.end)):
+    for bar in sorted(bars, key=lambda item: (item.start, item.end)):
         key = bar.lane, bar.colour
         before = open_.get(key)
         if before is not None and _is_one(before, bar, pixel):
@@ -85,7 +85,7 @@ def merge_bars(bars: Sequence[Bar], x: Axis) -> list[Bar]:
         if before is not None:
             done.append(before)
         open_[key] = bar
-    return sorted([*done, *open_.values()], key=lambda each: (each.lane, each.start, each.end))
+    return sorted([*done, *open_.values()], key=lambda item: (item.lane, item.start, item.end))
 
 
 def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
@@ -115,7 +115,7 @@ def _thin(bars: Sequence[Bar], x: Axis, y: float, high: float) -> str:
     gap = high * 5 / LANE_HEIGHT
     columns: dict[int, int] = {}
     for bar in bars:
-        first, last = (int(x(each) / THIN_PIXELS) for each in (bar.start, bar.end))
+        first, last = (int(x(time) / THIN_PIXELS) for time in (bar.start, bar.end))
         columns[first] = max(columns.get(first, 0), last + 1 - first)
     down = f"v{decimal(high - 2 * gap)}"
     data = "".join(
@@ -140,12 +140,12 @@ def lanes(
     begins at 0."""
     names, bars = _in_rows(names, bars)
     room = min(max((width_of(name) for name in names), default=0) + 16, MAX_NAME, width * 0.3)
-    shown, top = legend(signs, 8, width)
+    legend_text, top = legend(signs, 8, width)
     high = min(max(MAX_LANES_HEIGHT / max(len(names), 1), MIN_LANE_HEIGHT), LANE_HEIGHT)
     height = top + math.ceil(high * max(len(names), 1)) + 6 + below(unit)
     box = Box(room, top + 2, width - EDGE, height - 2 - below(unit))
     x = Axis(0.0, max(end, 1e-9), box.left, box.right)
-    parts = [shown, *_names(names, box, high)]
+    parts = [legend_text, *_names(names, box, high)]
     wide, thin = _split_thin(merge_bars(bars, x), x)
     for of_one in thin:
         parts.append(_thin(of_one, x, box.top + high * of_one[0].lane, high))
@@ -162,10 +162,10 @@ def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], 
     if num_lanes <= MAX_ROWS:
         return names, bars
     rows = [lane * MAX_ROWS // num_lanes for lane in range(num_lanes)]
-    found = [""] * MAX_ROWS
+    row_names = [""] * MAX_ROWS
     for name, row in zip(names, rows, strict=True):
-        found[row] = found[row] or name
-    return found, [replace(bar, lane=rows[bar.lane]) for bar in bars]
+        row_names[row] = row_names[row] or name
+    return row_names, [replace(bar, lane=rows[bar.lane]) for bar in bars]
 
 
 def _names(names: Sequence[str], box: Box, high: float) -> Iterator[str]:
@@ -182,19 +182,19 @@ def _names(names: Sequence[str], box: Box, high: float) -> Iterator[str]:
 
 
 def _bar(bar: Bar, x: Axis, y: float, high: float) -> Iterator[str]:
-    left, right = x(bar.start), x(bar.end)
-    width = max(right - left, 2.0)
+    left_x, right_x = x(bar.start), x(bar.end)
+    width = max(right_x - left_x, 2.0)
     text = bar.text if bar.count == 1 else f"{bar.count} in one, first: {bar.text}"
     gap = high * 5 / LANE_HEIGHT
-    shape: dict[str, Any] = {"x": left, "y": y + gap, "width": width, "height": high - 2 * gap}
+    shape: dict[str, Any] = {"x": left_x, "y": y + gap, "width": width, "height": high - 2 * gap}
     round_: dict[str, Any] = {"rx": 3} if width > 6 and high == LANE_HEIGHT else {}
     yield element("rect", hint(text), **shape, **round_, fill=bar.colour, fill_opacity="0.82")
     middle = y + high / 2 + 3.5
     if bar.inside and width_of(bar.inside, SMALL) + 6 < width and high >= MIN_NAME_HEIGHT:
         size: dict[str, Any] = {"size": SMALL, "anchor": "middle", "weight": "600"}
-        yield label(left + width / 2, middle, bar.inside, fill="surface", **size)
+        yield label(left_x + width / 2, middle, bar.inside, fill="surface", **size)
     if bar.ending:
-        yield label(left + width + 1, middle + 0.5, bar.ending, fill="bad", size=13, weight="700")
+        yield label(left_x + width + 1, middle + 0.5, bar.ending, fill="bad", size=13, weight="700")
 
 
 # ---- Time line ----
@@ -299,7 +299,7 @@ def members(
     """Draw a lane for each worker, with further ones below it for simultaneous work, coloured by
     party. now: the end of stays that have not ended. aways: (start, end) of coordinator outages, in
     a lane of their own above."""
-    in_order = sorted(stays, key=lambda each: (natural(each.worker), each.start, each.party))
+    in_order = sorted(stays, key=lambda item: (natural(item.worker), item.start, item.party))
     names, places = _placed(in_order, now)
     parties = sorted({stay.party for stay in stays}, key=natural)
     colours = {party: series_colour(at) for at, party in enumerate(parties)}
@@ -316,8 +316,8 @@ def members(
         names = ["coordinator", *names]
         bars = [replace(bar, lane=bar.lane + 1) for bar in bars]
         bars += [
-            Bar(0, *each, "warn", _away(each), inside=f"away {duration(each[1] - each[0])}")
-            for each in aways
+            Bar(0, *away, "warn", _away(away), inside=f"away {duration(away[1] - away[0])}")
+            for away in aways
         ]
     signs = [
         (box_sign(colours[party], fill_opacity="0.82"), party or "member") for party in parties
@@ -329,7 +329,7 @@ def members(
     if aways:
         signs.append((box_sign("warn", fill_opacity="0.82"), AWAY))
     content, height = lanes(names, bars, signs, width=width, end=now)
-    rows = [("coordinator", "", *map(duration, each), _away(each)) for each in aways] + [
+    rows = [("coordinator", "", *map(duration, away), _away(away)) for away in aways] + [
         (
             *(stay.worker, stay.party or "the run", duration(stay.start)),
             "" if stay.end is None else duration(stay.end),

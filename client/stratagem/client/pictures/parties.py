@@ -53,34 +53,34 @@ class PartyRow:
 
 def party_tree(rows: Sequence[PartyRow], *, title: str, width: int = 720) -> Picture:
     """Draw the tree of parties, a row each. rows: each below its parent, siblings in order."""
-    shown = rows[:MAX_DRAWN]
-    names = [row.path.rpartition("/")[2] for row in shown]
+    drawn = rows[:MAX_DRAWN]
+    names = [row.path.rpartition("/")[2] for row in drawn]
     named = max(
-        (INDENT * r.depth + width_of(n) for r, n in zip(shown, names, strict=True)), default=0
+        (INDENT * r.depth + width_of(n) for r, n in zip(drawn, names, strict=True)), default=0
     )
     name_end = min(26 + named + 18, width * 0.45)
-    finite = [loss for row in shown for loss in row.losses if math.isfinite(loss)]
-    longest = max((len(row.losses) for row in shown), default=0)
+    finite = [loss for row in drawn for loss in row.losses if math.isfinite(loss)]
+    longest = max((len(row.losses) for row in drawn), default=0)
     x = Axis(0, max(longest - 1, 1), width - 60 - min(150.0, width * 0.28), width - 60.0)
     parts = [label(width - 8, 11, "loss", fill="muted", anchor="end", size=SMALL)] if finite else []
-    for at, (row, name) in enumerate(zip(shown, names, strict=True)):
+    for at, (row, name) in enumerate(zip(drawn, names, strict=True)):
         y = 22 + ROW * at
-        parts += _branch(shown, at, y)
-        left = 26 + INDENT * row.depth
-        parts.append(label(left, y + 4, shortened(name, name_end - left), weight="600"))
-        told = ", ".join(filter(None, [row.strategy, "failed" if row.failure else row.done]))
+        parts += _branch(drawn, at, y)
+        left_x = 26 + INDENT * row.depth
+        parts.append(label(left_x, y + 4, shortened(name, name_end - left_x), weight="600"))
+        status = ", ".join(filter(None, [row.strategy, "failed" if row.failure else row.done]))
         room = x.start - name_end - 10
         colour = "bad" if row.failure else "muted"
         if room > 40:
-            text = shortened(told, room, SMALL + 1)
+            text = shortened(status, room, SMALL + 1)
             parts.append(label(name_end, y + 4, text, fill=colour, size=SMALL + 1))
         parts += _small_curve(row, x, axis_of(finite, y + 9, y - 9), y, width)
-    left_out = len(rows) - len(shown)
+    left_out = len(rows) - len(drawn)
     if left_out:
-        parts.append(label(26, 26 + ROW * len(shown), f"and {left_out} more", fill="muted"))
+        parts.append(label(26, 26 + ROW * len(drawn), f"and {left_out} more", fill="muted"))
     failed = sum(bool(row.failure) for row in rows)
     words = f"{len(rows)} parties{f'; {failed} have failed' if failed else ''}"
-    height = 22 + ROW * (len(shown) + bool(left_out))
+    height = 22 + ROW * (len(drawn) + bool(left_out))
     return Picture(title, words, width, height, "".join(parts), _table(rows))
 
 
@@ -209,7 +209,7 @@ def stages(
             *(names[task.lane], task.kind, "" if task.kind in _TEXTS else str(task.micro_batch)),
             *(form(task.start), form(task.end)),
         )
-        for task in sorted(tasks, key=lambda each: (each.lane, each.start))
+        for task in sorted(tasks, key=lambda item: (item.lane, item.start))
     ]
     words = f"{len(names)} lanes, {len(tasks)} tasks; {idle:.0%} of the time is idle (bubble)"
     table = NumberTable(("stage", "what", "micro-batch", "from", "to"), thinned(rows))

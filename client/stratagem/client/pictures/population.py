@@ -69,26 +69,26 @@ def lineage(
         (line_sign("s1"), "a copy"),
         (dot_sign("s1"), "the fuller, the better"),
     ]
-    shown, top = legend(signs, 74, width)
+    legend_text, top = legend(signs, 74, width)
     box = Box(74, top + 12, width - 60, top + 12 + step * (count - 1) + 12)
     x = Axis(1, max(last, 2), box.left + 10, box.right)
     scores = sorted((n.score for n in nodes if n.score is not None), reverse=less_is_better)
-    known = {(node.member, node.generation): node for node in nodes}
+    by_place = {(node.member, node.generation): node for node in nodes}
 
     def place(member: int, generation: int) -> tuple[float, float]:
         return x(generation), box.top + step * member
 
-    parts = [shown]
+    parts = [legend_text]
     if step >= 12:
         for member in range(count):
             style: dict[str, Any] = {"fill": "muted", "anchor": "end", "size": SMALL + 1}
             parts.append(label(box.left - 8, place(member, 1)[1] + 4, f"member {member}", **style))
-    for node in sorted(nodes, key=lambda each: each.wins):
-        if (node.parent, node.generation - 1) in known:
+    for node in sorted(nodes, key=lambda item: item.wins):
+        if (node.parent, node.generation - 1) in by_place:
             a, b = place(node.parent, node.generation - 1), place(node.member, node.generation)
             parts.append(_edge(a, b, node))
     radius = min(6.5, step * 0.36)
-    for node in sorted(nodes, key=lambda each: each.wins):
+    for node in sorted(nodes, key=lambda item: item.wins):
         parts += _node(node, *place(node.member, node.generation), radius, scores)
     generations = whole_steps(1, last, max(2, round((box.right - box.left) / 80)))
     axis_box = Box(box.left, box.top, width - EDGE, box.bottom + 4)
@@ -141,7 +141,7 @@ def _table(nodes: Sequence[LineageNode]) -> NumberTable:
             *("" if node.score is None else short(node.score), node.params),
             "winner" if node.wins else "",
         )
-        for node in sorted(nodes, key=lambda each: (each.generation, each.member))
+        for node in sorted(nodes, key=lambda item: (item.generation, item.member))
     ]
     headings = ("generation", "member", "copied from", "score", "hyperparameters", "wins")
     return NumberTable(headings, thinned(rows, 200))
@@ -188,7 +188,7 @@ def parallel_axes(
     over more than a factor of 50 are too. Values that are not numbers are above each other.
     """
     signs = [(line_sign("s2"), "best"), (line_sign("s1"), "other members")]
-    shown, top = legend(signs, 20, width)
+    legend_text, top = legend(signs, 20, width)
     room = 44.0
     apart = (width - 2 * room) / max(len(names) - 1, 1)
     xs = [room + apart * at for at in range(len(names))]
@@ -199,23 +199,23 @@ def parallel_axes(
         _scale(name, [t.values.get(name) for t in trials], low, high, log=name in log)
         for name in names
     ]
-    parts = [shown, *headings]
+    parts = [legend_text, *headings]
     for at, scale in enumerate(scales):
         x = room + apart * at
         parts.append(element("line", x1=x, x2=x, y1=high, y2=low, stroke="muted"))
         for y, _ in scale.ticks:
             parts.append(element("line", x1=x - 3, x2=x + 3, y1=y, y2=y, stroke="muted"))
-    for trial in sorted(trials, key=lambda each: each.wins):
+    for trial in sorted(trials, key=lambda item: item.wins):
         points = [
             (room + apart * at, up)
             for at, scale in enumerate(scales)
             if (up := scale.place(trial.values.get(scale.name))) is not None
         ]
         colour, size = ("s2", 2.8) if trial.wins else ("s1", 1.2)
-        told = ", ".join(f"{n} {_text(v)}" for n, v in trial.values.items())
+        values_text = ", ".join(f"{n} {_text(v)}" for n, v in trial.values.items())
         shape: dict[str, Any] = {"stroke": colour, "stroke_width": size, "stroke_linejoin": "round"}
         faint = None if trial.wins else "0.5"
-        text = hint(f"{trial.name}: {told}")
+        text = hint(f"{trial.name}: {values_text}")
         data = path_of(points)
         parts.append(element("path", text, d=data, fill="none", stroke_opacity=faint, **shape))
     for at, scale in enumerate(scales):
@@ -244,14 +244,14 @@ def _headings(
     def fits(lines: int) -> bool:
         return all(width_of(name, BOLD) <= space(at, lines) for at, name in enumerate(names))
 
-    lines = next((each for each in range(1, MAX_LINES) if fits(each)), MAX_LINES)
-    found = []
+    lines = next((count for count in range(1, MAX_LINES) if fits(count)), MAX_LINES)
+    headings = []
     for at, name in enumerate(names):
         text = shortened(name, space(at, lines), BOLD)
         half = width_of(text, BOLD) / 2
         x = min(max(xs[at], half + 4), width - half - 4)
-        found.append(label(x, top + 14 * (at % lines), text, anchor="middle", weight="600"))
-    return found, lines
+        headings.append(label(x, top + 14 * (at % lines), text, anchor="middle", weight="600"))
+    return headings, lines
 
 
 def _scale(name: str, values: Sequence[Any], low: float, high: float, *, log: bool) -> _Scale:
@@ -295,13 +295,13 @@ def scores(
 ) -> Picture:
     """Draw the scores of all members, and the best of each generation; metric: of the scores."""
     signs = [(line_sign("s2"), f"best {metric}"), (line_sign("muted"), "each member")]
-    shown, top = legend(signs, 52, width)
+    legend_text, top = legend(signs, 52, width)
     height = top + 176 + below("generation")
     box = Box(52, top + 6, width - EDGE, top + 176)
-    known = [[s for s in of_one if s is not None and math.isfinite(s)] for of_one in values]
+    finite = [[s for s in of_one if s is not None and math.isfinite(s)] for of_one in values]
     x = Axis(1, max(len(values), 2), box.left + 8, box.right - 8)
-    y = axis_of([score for of_one in known for score in of_one], box.bottom, box.top)
-    parts = [shown, *y_grid(y, box, count=4)]
+    y = axis_of([score for of_one in finite for score in of_one], box.bottom, box.top)
+    parts = [legend_text, *y_grid(y, box, count=4)]
     members = max((len(of_one) for of_one in values), default=0)
     for member in range(members):
         points = [
@@ -313,7 +313,7 @@ def scores(
         text = hint(f"member {member}")
         parts.append(element("path", text, d=path_of(points), fill="none", **faint))
     choose = min if less_is_better else max
-    best = [(at + 1, choose(of_one)) for at, of_one in enumerate(known) if of_one]
+    best = [(at + 1, choose(of_one)) for at, of_one in enumerate(finite) if of_one]
     line = path_of([(x(at), y(score)) for at, score in best])
     parts.append(element("path", d=line, fill="none", stroke="s2", stroke_width=2.4))
     for at, score in best:
@@ -322,7 +322,7 @@ def scores(
     count = max(2, round((box.right - box.left) / 80))
     parts += x_values(x, box, whole_steps(1, max(len(values), 1), count), "generation")
     rows = [
-        (str(at), short(score), short(sorted(known[at - 1])[len(known[at - 1]) // 2]))
+        (str(at), short(score), short(sorted(finite[at - 1])[len(finite[at - 1]) // 2]))
         for at, score in best
     ]
     words = (

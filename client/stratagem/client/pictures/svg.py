@@ -43,11 +43,11 @@ def element(name: str, *content: str, **attributes: str | float | None) -> str:
     for key, value in attributes.items():
         if value is None:
             continue
-        shown = decimal(value) if isinstance(value, int | float) else value
-        if key in ("fill", "stroke") and shown in LIGHT:
-            classes.append(f"sg-{key[0]}-{shown}")
-            shown = LIGHT[shown]
-        written.append(f' {key.replace("_", "-")}="{escaped(shown)}"')
+        text = decimal(value) if isinstance(value, int | float) else value
+        if key in ("fill", "stroke") and text in LIGHT:
+            classes.append(f"sg-{key[0]}-{text}")
+            text = LIGHT[text]
+        written.append(f' {key.replace("_", "-")}="{escaped(text)}"')
     by_class = f' class="{" ".join(classes)}"' if classes else ""
     head = f"<{name}{by_class}{''.join(written)}"
     return f"{head}>{''.join(content)}</{name}>" if content else f"{head}/>"
@@ -230,7 +230,7 @@ class NumberTable:
 
     def to_html(self) -> str:
         """Return the table as HTML; its first column holds row headings."""
-        head = "".join(f'<th scope="col">{escaped(each)}</th>' for each in self.headings)
+        head = "".join(f'<th scope="col">{escaped(heading)}</th>' for heading in self.headings)
         rows = "".join(
             f'<tr><th scope="row">{escaped(row[0])}</th>'
             + "".join(f"<td>{escaped(cell)}</td>" for cell in row[1:])

@@ -41,16 +41,16 @@ def job_differences(jobs: Sequence[Mapping[str, Any]]) -> tuple[JobDifference, .
     field, even a list."""
     flat = [dict(_fields(job)) for job in jobs]
     keys = sorted({key for fields in flat for key in fields})
-    found = (JobDifference(key, tuple(fields.get(key) for fields in flat)) for key in keys)
-    return tuple(each for each in found if any(value != each.values[0] for value in each.values))
+    rows = (JobDifference(key, tuple(fields.get(key) for fields in flat)) for key in keys)
+    return tuple(row for row in rows if any(value != row.values[0] for value in row.values))
 
 
 def _fields(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, each in value.items():
-        if isinstance(each, Mapping) and each:
-            yield from _fields(each, f"{above}{name}.")
+    for name, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _fields(item, f"{above}{name}.")
         else:
-            yield f"{above}{name}", each
+            yield f"{above}{name}", item
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ class Comparison:
     @property
     def differences_table(self) -> NumberTable:
         """Return a table of the fields in which their jobs differ, with a column for each run."""
-        rows = tuple((each.key, *map(_text, each.values)) for each in self.differences)
+        rows = tuple((field.key, *map(_text, field.values)) for field in self.differences)
         return NumberTable(("field", *self.run_ids), rows)
 
     def _repr_html_(self) -> str:
         """Return the comparison as HTML for a notebook: tables, and curves as images."""
-        pictures = "".join(f"<div>{each.draw(WIDTH).to_html()}</div>" for each in self.panels[:4])
+        pictures = "".join(f"<div>{panel.draw(WIDTH).to_html()}</div>" for panel in self.panels[:4])
         return f"{self.runs_table.to_html()}{self.differences_table.to_html()}{pictures}"
 
 
@@ -116,7 +116,7 @@ def check_compared(run_ids: Sequence[str]) -> None:
     if not 2 <= len(run_ids) <= MAX_COMPARED:
         text = f"names {len(run_ids)} runs, and takes 2 to {MAX_COMPARED}"
         raise InvalidInputError.at("runs", text)
-    double = next((each for each in run_ids if run_ids.count(each) > 1), None)
+    double = next((run_id for run_id in run_ids if run_ids.count(run_id) > 1), None)
     if double is not None:
         raise InvalidInputError.at("runs", f"{double!r} is named twice")
 
@@ -128,18 +128,18 @@ def _text(value: Any) -> str:
 def overlay_panels(runs: Sequence[ReportedRun], steps: Steps | None = None) -> list[Panel]:
     """Return a panel per metric: a curve with a line for each run that has it. steps: the first and
     the last step to show, by default all."""
-    found: dict[str, list[Line]] = {}
+    by_name: dict[str, list[Line]] = {}
     for at, run in enumerate(runs):
         lines = between(lines_of(run), steps)
         for name, line in lines.items():
-            found.setdefault(name, []).append(replace(line, name=run.status.run_id, colour=at))
+            by_name.setdefault(name, []).append(replace(line, name=run.status.run_id, colour=at))
     in_order = [
         name
-        for _, frame in groups({name: replace(of[0], name=name) for name, of in found.items()})
+        for _, frame in groups({name: replace(of[0], name=name) for name, of in by_name.items()})
         for name in (line.name for line in frame)
     ]
     unit = " or ".join(dict.fromkeys(map(unit_of, runs)))
-    return [_panel(found[name], name, unit, steps) for name in in_order[:MAX_CURVES]]
+    return [_panel(by_name[name], name, unit, steps) for name in in_order[:MAX_CURVES]]
 
 
 def _panel(lines: Sequence[Line], name: str, unit: str, steps: Steps | None) -> Panel:

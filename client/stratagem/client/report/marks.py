@@ -76,10 +76,10 @@ class TimeMarks:
     @property
     def spans(self) -> list[Span]:
         """Return the marks so far, sorted by lane, then by time."""
-        found = [span for of_one in self._marks.values() for span in of_one]
+        spans = [span for of_one in self._marks.values() for span in of_one]
         if len(self._parties) > MAX_LANES:
-            found = [replace(s, lane=_TRAINING) if s.kind == _TRAINING else s for s in found]
-        return sorted(found, key=_in_order)
+            spans = [replace(s, lane=_TRAINING) if s.kind == _TRAINING else s for s in spans]
+        return sorted(spans, key=_in_order)
 
     def _add(self, span: Span) -> None:
         marks = self._marks.setdefault((span.lane, span.kind), [])
@@ -90,13 +90,13 @@ class TimeMarks:
 
 def merge_spans(spans: Iterable[Span], column_s: float) -> list[Span]:
     """Merge marks of one kind and lane that overlap or lie within column_s seconds."""
-    found: list[Span] = []
-    for span in sorted(spans, key=lambda each: (each.start, each.end)):
-        before = found[-1] if found else None
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda one_span: (one_span.start, one_span.end)):
+        before = merged[-1] if merged else None
         if before is None or not _are_one(before, span, column_s):
-            found.append(span)
+            merged.append(span)
             continue
-        found[-1] = Span(  # there may be very many: replace() takes four times as long
+        merged[-1] = Span(  # there may be very many: replace() takes four times as long
             before.lane,
             before.start,
             max(before.end, span.end),
@@ -105,7 +105,7 @@ def merge_spans(spans: Iterable[Span], column_s: float) -> list[Span]:
             before.count + span.count,
             before.seconds + span.seconds,
         )
-    return found
+    return merged
 
 
 def _are_one(before: Span, span: Span, column_s: float) -> bool:

@@ -37,9 +37,9 @@ class Listed(tuple[Item, ...]):
         """Return the table as HTML, a row per item, without empty columns."""
         if not self:
             return "<p>none</p>"
-        cells = {name: [_cut(cell(each)) for each in self] for name, cell in self.columns.items()}
-        shown = {name: column for name, column in cells.items() if any(column)}
-        return NumberTable(tuple(shown), tuple(zip(*shown.values(), strict=True))).to_html()
+        cells = {name: [_cut(cell(item)) for item in self] for name, cell in self.columns.items()}
+        columns = {name: column for name, column in cells.items() if any(column)}
+        return NumberTable(tuple(columns), tuple(zip(*columns.values(), strict=True))).to_html()
 
 
 class ListedRuns(Listed[Item]):
@@ -102,7 +102,7 @@ def _metrics(run: RunStatus) -> str:
     chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
     names = sorted(
         without_spreads(run.metrics),
-        key=lambda each: (each != chief, each[:6] == "train.", each != "train.loss"),
+        key=lambda metric: (metric != chief, metric[:6] == "train.", metric != "train.loss"),
     )
     return ", ".join(f"{name} {short(run.metrics[name])}" for name in names[:_MAX_METRICS])
 
@@ -113,14 +113,14 @@ def header_html(status: RunStatus) -> str:
         f"{name} {value:.4g}" for name, value in sorted(without_spreads(status.metrics).items())
     )
     parts = [status.strategy, status.phase, progress_text(status), metrics, status.reason]
-    shown = " · ".join(escaped(part) for part in parts if part)
+    facts = " · ".join(escaped(part) for part in parts if part)
     winner = winner_text(status)
     more = [f"best: {winner}"] if winner else []
     if status.error is not None:
         error = status.error
         more.append(f"{error.type}: {error.message} (in your code on {error.worker_id})")
     lines = "".join(f"<br>{escaped(line)}" for line in more)
-    return f"<b>{escaped(status.run_id)}</b> {shown}{lines}"
+    return f"<b>{escaped(status.run_id)}</b> {facts}{lines}"
 
 
 def run_html(run: ReportedRun) -> str:

@@ -159,10 +159,10 @@ def _overview(run: ReportedRun) -> str:
         ("result", "reproducible" if status.reproducible else "replayable, not reproducible"),
         *metrics,
     ]
-    shown = tuple((name, value) for name, value in rows if value)
-    table = NumberTable(("", ""), shown).to_html().replace("<thead>", '<thead hidden="">', 1)
-    told = [f"{name}: {NOTES[name]}" for name, _ in metrics if name in NOTES]
-    return table + "".join(f'<p class="muted small">{escaped(text)}</p>' for text in told)
+    facts = tuple((name, value) for name, value in rows if value)
+    table = NumberTable(("", ""), facts).to_html().replace("<thead>", '<thead hidden="">', 1)
+    notes = [f"{name}: {NOTES[name]}" for name, _ in metrics if name in NOTES]
+    return table + "".join(f'<p class="muted small">{escaped(text)}</p>' for text in notes)
 
 
 def _submitted(run: ReportedRun) -> str:
@@ -172,16 +172,16 @@ def _submitted(run: ReportedRun) -> str:
 
 def _workers(run: ReportedRun) -> Sequence[str]:
     """Return the names of all workers that were members, or trained clients."""
-    seen = dict.fromkeys(each.worker_id for each in run.course.members.intervals)
+    seen = dict.fromkeys(stay.worker_id for stay in run.course.members.intervals)
     for event in run.events:
         if event.kind == "ClientsAssigned":
-            assigned = (each["member"] for each in event.payload["assignments"])
+            assigned = (assignment["member"] for assignment in event.payload["assignments"])
             seen |= dict.fromkeys(member["worker_id"] for member in assigned if member)
     return sorted(seen or run.status.worker_ids)
 
 
 def _lost(run: ReportedRun) -> Sequence[str]:
-    return [each.worker_id for each in run.course.members.intervals if each.is_lost]
+    return [stay.worker_id for stay in run.course.members.intervals if stay.is_lost]
 
 
 def _sent(run: ReportedRun) -> str:
@@ -199,13 +199,13 @@ def _schedule(run: ReportedRun) -> str:
     """Return an HTML table of the hyperparameters that a population's winner was trained with."""
     if run.strategy.get("type") != "PopulationBased":
         return ""
-    found = run.course.population.population
-    best = found.best
+    population = run.course.population.population
+    best = population.best
     if best is None:
         return ""
     rows = tuple(
         (str(step), values_text(params))
-        for step, params in found.schedule(best.member, best.generation)
+        for step, params in population.schedule(best.member, best.generation)
     )
     table = NumberTable(("from step", "hyperparameters"), rows).to_html()
     return f"<h3>The winner's schedule</h3>{table}"
@@ -223,15 +223,15 @@ def _commits(run: ReportedRun) -> str:
 
 
 def _events(run: ReportedRun) -> str:
-    shown = run.events[-MAX_EVENTS:]
+    events = run.events[-MAX_EVENTS:]
     rows = tuple(
         (str(event.index), duration(max(event.time_s - run.began_s, 0.0)), event.sentence)
-        for event in shown
+        for event in events
     )
-    left = len(run.events) - len(shown)
-    before = f'<p class="muted">{left} earlier ones are left out.</p>' if left else ""
+    num_earlier = len(run.events) - len(events)
+    before = f'<p class="muted">{num_earlier} earlier ones are left out.</p>' if num_earlier else ""
     table = NumberTable(("event", "after", "what"), rows).to_html()
-    summary = f"<summary>{len(shown)} events</summary>"
+    summary = f"<summary>{len(events)} events</summary>"
     return f'{before}<details>{summary}<div class="scroll">{table}</div></details>'
 
 

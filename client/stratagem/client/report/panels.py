@@ -60,15 +60,15 @@ def member_panels(run: ReportedRun) -> list[Panel]:
         return []
 
     aways = [
-        (each.began_s - run.began_s, each.ended_s - run.began_s)
-        for each in run.course.outages.outages
+        (outage.began_s - run.began_s, outage.ended_s - run.began_s)
+        for outage in run.course.outages.outages
     ]
 
     def draw(width: int) -> Picture:
         return members_picture(stays, title="Members", now=run.seconds, aways=aways, width=width)
 
     trained = max(
-        sum(len(each.clients) for each in party.rounds) for party in run.course.parties.values()
+        sum(len(round_.clients) for round_ in party.rounds) for party in run.course.parties.values()
     )
     notes = []
     if trained:
@@ -87,42 +87,44 @@ def member_panels(run: ReportedRun) -> list[Panel]:
 
 
 def _memberships(run: ReportedRun) -> Iterator[Stay]:
-    for each in run.course.members.intervals:
+    for stay in run.course.members.intervals:
         # The members of a federation evaluate its states; its clients are trained by all.
-        evaluates = bool(run.course.parties[each.party].rounds)
+        evaluates = bool(run.course.parties[stay.party].rounds)
         yield Stay(
-            *(each.worker_id, _of(each.party, EVALUATES) if evaluates else each.party),
-            each.began_s - run.began_s,
-            None if each.ended_s is None else each.ended_s - run.began_s,
-            each.ending,
-            each.is_lost,
+            *(stay.worker_id, _of(stay.party, EVALUATES) if evaluates else stay.party),
+            stay.began_s - run.began_s,
+            None if stay.ended_s is None else stay.ended_s - run.began_s,
+            stay.ending,
+            stay.is_lost,
         )
 
 
 def _clients(run: ReportedRun) -> Iterator[Stay]:
     """Yield the work of workers for a federation's clients in the newest rounds, as stays."""
     for path, party in run.course.parties.items():
-        left = MAX_CLIENTS
-        for found in reversed(party.rounds):
-            left -= len(found.clients)
-            if left < 0 and found is not party.rounds[-1]:
+        room = MAX_CLIENTS
+        for round_ in reversed(party.rounds):
+            room -= len(round_.clients)
+            if room < 0 and round_ is not party.rounds[-1]:
                 break
-            for client in found.clients[:MAX_CLIENTS]:
+            for client in round_.clients[:MAX_CLIENTS]:
                 if client.worker_id and client.assigned_s is not None and not client.staleness:
-                    yield _stay(run, path, found, client, client.assigned_s)
+                    yield _stay(run, path, round_, client, client.assigned_s)
 
 
-def _stay(run: ReportedRun, path: str, found: Round, client: ClientInRound, began_s: float) -> Stay:
+def _stay(
+    run: ReportedRun, path: str, round_: Round, client: ClientInRound, began_s: float
+) -> Stay:
     ended_s = client.answered_s
-    if ended_s is None and found.seconds is not None:
-        ended_s = max(found.began_s + found.seconds, began_s)
-    told = str(client.state) if ended_s is not None else "not answered so far"
+    if ended_s is None and round_.seconds is not None:
+        ended_s = max(round_.began_s + round_.seconds, began_s)
+    outcome = str(client.state) if ended_s is not None else "not answered so far"
     if client.state is ClientState.REJECTED:
-        told = f"rejected: {client.reason}"
+        outcome = f"rejected: {client.reason}"
     return Stay(
         *(client.worker_id, _of(path, "clients"), began_s - run.began_s),
         None if ended_s is None else ended_s - run.began_s,
-        f"round {found.number}: {told}",
+        f"round {round_.number}: {outcome}",
         task=f"client {client.client}",
     )
 
@@ -204,8 +206,8 @@ def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
         _curve(name, of_one, marks if at == 0 else (), unit, span)
         for at, (name, of_one) in enumerate(frames)
     ]
-    told = " ".join(filter(None, (_of_nodes(run), _lost_steps(run))))
-    return [replace(panels[0], note=told), *panels[1:]] if panels and told else panels
+    note = " ".join(filter(None, (_of_nodes(run), _lost_steps(run))))
+    return [replace(panels[0], note=note), *panels[1:]] if panels and note else panels
 
 
 def lines_of(run: ReportedRun) -> dict[str, Line]:
@@ -226,11 +228,11 @@ def _lost_steps(run: ReportedRun) -> str:
     step = failed_step(error.activity) if error is not None else None
     if run.status.phase != "FAILED" or step is None or unit_of(run) != "step":
         return ""
-    kept = max((line.step[-1] for line in lines_of(run).values() if len(line.step)), default=0)
-    if step <= kept + 1:
+    end_step = max((line.step[-1] for line in lines_of(run).values() if len(line.step)), default=0)
+    if step <= end_step + 1:
         return ""
     return (
-        f"The steps after {kept:,} are not kept: the run failed in step {step:,}, before their "
+        f"The steps after {end_step:,} are not kept: the run failed in step {step:,}, before their "
         "segment had ended."
     )
 
@@ -239,8 +241,8 @@ def between(lines: Mapping[str, Line], steps: Steps | None) -> dict[str, Line]:
     """Cut lines to a range of steps; leave out lines that have no values there."""
     if steps is None:
         return dict(lines)
-    found = {name: cut(line, *steps) for name, line in lines.items()}
-    return {name: line for name, line in found.items() if len(line.step)}
+    lines_there = {name: cut(line, *steps) for name, line in lines.items()}
+    return {name: line for name, line in lines_there.items() if len(line.step)}
 
 
 def _span(lines: Sequence[Line], marks: Sequence[CurveMark]) -> tuple[float, float] | None:
@@ -286,7 +288,7 @@ def unit_of(run: ReportedRun) -> str:
 def _marks(run: ReportedRun) -> list[CurveMark]:
     """Return marks for lost and joined workers of the root party, at the step that the run had
     reached by then."""
-    found: list[CurveMark] = []
+    marks: list[CurveMark] = []
     times = [time_s for time_s, _ in run.course.root.reached]
 
     def step_at(time_s: float) -> int:
@@ -298,8 +300,8 @@ def _marks(run: ReportedRun) -> list[CurveMark]:
             continue
         began = step_at(stay.began_s)
         if began:
-            found.append(CurveMark(began, MarkKind.JOIN, f"{stay.worker_id} joined"))
+            marks.append(CurveMark(began, MarkKind.JOIN, f"{stay.worker_id} joined"))
         if stay.is_lost and stay.ended_s is not None:
             step = step_at(stay.ended_s) if stay.step is None else stay.step
-            found.append(CurveMark(step, MarkKind.DEATH, f"{stay.worker_id} lost: {stay.ending}"))
-    return found
+            marks.append(CurveMark(step, MarkKind.DEATH, f"{stay.worker_id} lost: {stay.ending}"))
+    return marks

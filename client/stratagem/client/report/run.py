@@ -167,8 +167,8 @@ class RunCourse:
         if event.kind == "RunResumed":
             self.num_returns += 1
             concerned = list(self.parties.values())
-        for each in concerned:
-            each.fold(event)
+        for party_course in concerned:
+            party_course.fold(event)
         self.parties[party].fold_own(event)
         self.members.fold(event)
         if event.kind == "PopulationFormed" and party not in self.populations:
@@ -242,7 +242,7 @@ _UNITS: Final[Mapping[str, str]] = {
 
 def committed_step(status: RunStatus) -> int:
     """Return the step of the newest commit, 0 if there is none."""
-    return max((each.step for each in status.commits if each.member is None), default=0)
+    return max((commit.step for commit in status.commits if commit.member is None), default=0)
 
 
 def progress_text(status: RunStatus) -> str:
@@ -300,8 +300,8 @@ def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         strategy = inner if inner.get("type") == "ModelParallel" else strategy
     if strategy.get("type") == "ModelParallel":
         names = (f"stage/{stage}" for stage in range(MAX_PARTS))
-        told = (party_of_stage(stage) for stage in range(MAX_PARTS))
-        return (*RECORDED, *_OF_STAGES, f"{PREFIX}*"), ("", *names, *told)
+        stages = (party_of_stage(stage) for stage in range(MAX_PARTS))
+        return (*RECORDED, *_OF_STAGES, f"{PREFIX}*"), ("", *names, *stages)
     if aggregation == "Decentralized":
         return RECORDED, ("", *(f"node/{node}" for node in range(MAX_PARTS)))
     return RECORDED, ()
@@ -324,7 +324,7 @@ class LinesFolding:
 
     def __init__(self, party: str = "") -> None:
         self._party = party
-        self._found: dict[str, dict[int, float]] = {}
+        self._values: dict[str, dict[int, float]] = {}
         """The values of each metric, keyed by segment."""
         self._steps: dict[int, int] = {}
         """The last step of each segment."""
@@ -332,7 +332,7 @@ class LinesFolding:
     @property
     def lines(self) -> dict[str, Line]:
         """Return the lines so far, keyed by name; a metric's spread over clients is its band."""
-        lines = {name: _line(name, points, self._steps) for name, points in self._found.items()}
+        lines = {name: _line(name, points, self._steps) for name, points in self._values.items()}
         return {
             name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name
         }
@@ -341,8 +341,8 @@ class LinesFolding:
         """Process the next event of the run."""
         last = undone_from(event)
         if last is not None:
-            for name, points in self._found.items():
-                self._found[name] = {n: value for n, value in points.items() if n <= last}
+            for name, points in self._values.items():
+                self._values[name] = {n: value for n, value in points.items() if n <= last}
         if party_of(event) != self._party:
             return
         fact = event.payload
@@ -363,7 +363,7 @@ class LinesFolding:
             values[_TRAIN] = number(fact["loss"])
         for name, value in values.items():
             if not name.startswith(_COUNTED):
-                self._found.setdefault(name, {})[segment] = value
+                self._values.setdefault(name, {})[segment] = value
 
 
 def num_nodes(job: Mapping[str, Any]) -> int:
@@ -381,20 +381,20 @@ def with_history(
     nodes: the number of gossiping nodes. The loss of a step is then the plain mean over all nodes,
     if all are known.
     """
-    own = {
+    recorded_lines = {
         name: recorded_line(name, series)
         for name, series in history.items()
         if len(series.step) and name.startswith(_OWN)
     }
     of_nodes = [history.get(f"node/{node}:{_TRAIN}") for node in range(nodes)]
-    known = [series for series in of_nodes if series is not None]
-    mean = mean_line(_TRAIN, known) if len(known) == nodes else None
+    series_of_nodes = [series for series in of_nodes if series is not None]
+    mean = mean_line(_TRAIN, series_of_nodes) if len(series_of_nodes) == nodes else None
     if mean is not None:
-        own[_TRAIN] = mean
-    found = {**lines, **own}
-    if _GRAD_NORM in own:
-        found.pop("train.max_grad_norm", None)  # the band shows it
-    return found
+        recorded_lines[_TRAIN] = mean
+    merged = {**lines, **recorded_lines}
+    if _GRAD_NORM in recorded_lines:
+        merged.pop("train.max_grad_norm", None)  # the band shows it
+    return merged
 
 
 def mean_line(name: str, of_each: Sequence[StepSeries]) -> Line | None:
@@ -421,21 +421,21 @@ def recorded_line(name: str, series: StepSeries) -> Line:
     """Convert a recorded series to a line with this name."""
     certain = series.step[~series.provisional]
     values = (series.step, series.last, series.min, series.max)
-    step, last, low, high = (each.tolist() for each in values)
+    step, last, low, high = (column.tolist() for column in values)
     until = float(certain[-1]) if len(certain) else 0.0
     return Line(name, step, last, low, high, provisional_from=until)
 
 
 def _line(name: str, points: Mapping[int, float], steps_of: Mapping[int, int]) -> Line:
     """Make a line from values keyed by segment; steps_of: the last step of each segment."""
-    told = ((steps_of[segment], value) for segment, value in points.items())
-    in_order = sorted(told, key=lambda point: point[0])
+    by_step = ((steps_of[segment], value) for segment, value in points.items())
+    in_order = sorted(by_step, key=lambda point: point[0])
     dots = not name.startswith("train.")
     steps, values = [step for step, _ in in_order], [value for _, value in in_order]
     if len(in_order) <= MAX_POINTS:
         return Line(name, steps, values, dots=dots)
     rows = _few(np.array(steps), np.array(values))
-    step, last, low, high = (each.tolist() for each in rows.arrays[:4])
+    step, last, low, high = (column.tolist() for column in rows.arrays[:4])
     return Line(name, step, last, low, high, dots=dots)
 
 
@@ -461,12 +461,12 @@ def groups(lines: Mapping[str, Line]) -> list[tuple[str, list[Line]]]:
 
     The frames are in the order of interest: loss, evaluations, values of training, times.
     """
-    found: dict[str, list[Line]] = {}
+    frames: dict[str, list[Line]] = {}
     for name in sorted(lines, key=_rank):
         rate = name.startswith(f"{_RATE}.") or name == _RATE
         frame = "loss" if name.endswith(".loss") else _RATE if rate else name
-        found.setdefault(frame, []).append(lines[name])
-    return list(found.items())
+        frames.setdefault(frame, []).append(lines[name])
+    return list(frames.items())
 
 
 def _rank(name: str) -> tuple[int, str]:

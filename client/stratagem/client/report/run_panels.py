@@ -39,9 +39,9 @@ def _decisions(run: ReportedRun) -> list[Panel]:
     """Return the panel with the decisions of a custom strategy, if there are any."""
     marks = [
         DecisionMark(
-            each.after_s, f"{each.party}: {each.kind}" if each.party else each.kind, each.reason
+            item.after_s, f"{item.party}: {item.kind}" if item.party else item.kind, item.reason
         )
-        for each in run.course.decisions
+        for item in run.course.decisions
     ]
     if not marks:
         return []
@@ -109,7 +109,7 @@ def nested_panels(run: ReportedRun) -> list[Panel]:
     paths = sorted(_with_parents(run), key=natural)
     if not paths:
         return []
-    drawn = [(path, found) for path in paths if (found := own_panels(run, path))]
+    drawn = [(path, panels) for path in paths if (panels := own_panels(run, path))]
     rest = len(drawn) - MAX_NESTED
     note = f"The pictures of {rest} more parties are left out." if rest > 0 else ""
     tree = partial(party_tree, [_row(run, path) for path in paths], title="Parties")
@@ -117,8 +117,8 @@ def nested_panels(run: ReportedRun) -> list[Panel]:
         Panel("parties", "Parties", by_width(tree), note),
         *(
             replace(panel, name=f"{path}:{panel.name}", title=f"{path}: {panel.title.lower()}")
-            for path, found in drawn[:MAX_NESTED]
-            for panel in found
+            for path, panels in drawn[:MAX_NESTED]
+            for panel in panels
         ),
     ]
 
@@ -162,7 +162,7 @@ def _row(run: ReportedRun, path: str) -> PartyRow:
         return PartyRow(path, name, "", ())
     line = party.lines.get("train.loss")
     losses = [float(loss) for loss in line.last] if line else []
-    num_rounds = sum(not each.is_open for each in party.rounds)
+    num_rounds = sum(not round_.is_open for round_ in party.rounds)
     counted = f"{num_rounds} rounds" if party.rounds else f"{party.num_segments} segments"
     done = counted if not counted.startswith("1 ") else counted[:-1]
     return PartyRow(path, name, done, list(filter(math.isfinite, losses)), party.failure)

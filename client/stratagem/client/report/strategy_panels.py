@@ -29,16 +29,16 @@ def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = N
     """Return the panels of a federation: clients, rounds, and durations of updates. quorum: of the
     strategy, a count or a share of the selected clients."""
     course = run.course.parties[party]
-    found, known, times = course.rounds, course.clients, course.client_times
+    rounds, clients, times = course.rounds, course.clients, course.client_times
     cells = [
         ClientCell(
-            *(str(each.client), each.state or "", each.loss, each.num_samples),
-            "; ".join(filter(None, [each.worker_id, each.reason and f"rejected: {each.reason}"])),
-            "" if each.benched_until is None else f"round {each.benched_until}",
+            *(str(c.client), c.state or "", c.loss, c.num_samples),
+            "; ".join(filter(None, [c.worker_id, c.reason and f"rejected: {c.reason}"])),
+            "" if c.benched_until is None else f"round {c.benched_until}",
         )
-        for each in known
+        for c in clients
     ]
-    bars = [_bar(each, quorum) for each in found]
+    bars = [_bar(round_, quorum) for round_ in rounds]
     panels: list[Panel] = []
     if cells:
         note = "Each client in the newest round that it was selected for."
@@ -63,14 +63,14 @@ def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = N
     return panels
 
 
-def _bar(found: Round, quorum: float | None) -> RoundBar:
-    counts = {str(state): found.count(state) for state in ClientState}
-    needed = found.num_needed
+def _bar(round_: Round, quorum: float | None) -> RoundBar:
+    counts = {str(state): round_.count(state) for state in ClientState}
+    needed = round_.num_needed
     if needed is None and quorum is not None:
-        selected = found.num_selected
+        selected = round_.num_selected
         needed = quorum if isinstance(quorum, int) else math.ceil(quorum * selected - 1e-9)
         needed = max(1, min(needed, selected))
-    return RoundBar(found.number, found.loss, counts, needed, found.seconds, found.deadline_s)
+    return RoundBar(round_.number, round_.loss, counts, needed, round_.seconds, round_.deadline_s)
 
 
 # ---- Populations ----
@@ -80,26 +80,26 @@ def population_panels(run: ReportedRun, path: str = "") -> list[Panel]:
     """Return the panels of a population, the whole run or a party: lineage, scores, and
     hyperparameters against score."""
     folding = run.course.populations.get(path)
-    found = None if folding is None else folding.population
-    if found is None or not found.generations:
+    population = None if folding is None else folding.population
+    if population is None or not population.generations:
         return []
-    nodes, best = _nodes(found), found.best
+    nodes, best = _nodes(population), population.best
     by_generation = [
-        [each.score if (each := generation.of(m)) else None for m in range(_size(found))]
-        for generation in found.generations
+        [record.score if (record := generation.of(m)) else None for m in range(_size(population))]
+        for generation in population.generations
         if any(member.is_scored for member in generation.members)
     ]
     said = "" if best is None else str(best)
-    trials, names = _trials(found)
+    trials, names = _trials(population)
     space = (run.job.get("search_space") or {}).get("dimensions") or ()
-    log = {each["name"] for each in space if each.get("scale") == "Log"}
-    is_min = found.mode == "min"
+    log = {dimension["name"] for dimension in space if dimension.get("scale") == "Log"}
+    is_min = population.mode == "min"
 
     def lineage_of(width: int) -> Picture:
         return lineage(nodes, title="Lineage", best=said, less_is_better=is_min, width=width)
 
     def scores_of(width: int) -> Picture:
-        metric = found.metric
+        metric = population.metric
         return scores(
             by_generation, title="Scores", metric=metric, less_is_better=is_min, width=width
         )
@@ -112,42 +112,42 @@ def population_panels(run: ReportedRun, path: str = "") -> list[Panel]:
     return [*panels, Panel("hyperparameters", "Hyperparameters", axes_of)] if trials else panels
 
 
-def _size(found: Population) -> int:
-    return max(len(generation.members) for generation in found.generations)
+def _size(population: Population) -> int:
+    return max(len(generation.members) for generation in population.generations)
 
 
-def _nodes(found: Population) -> list[LineageNode]:
-    best = found.best
-    winner = None if best is None else found.generations[best.generation - 1].of(best.member)
-    past = {(each.generation, each.member) for each in winner.past} if winner else set()
+def _nodes(population: Population) -> list[LineageNode]:
+    best = population.best
+    winner = None if best is None else population.generations[best.generation - 1].of(best.member)
+    past = {(ancestor.generation, ancestor.member) for ancestor in winner.past} if winner else set()
     return [
         LineageNode(
-            *(each.member, generation.number, each.parent, each.score),
-            values_text(each.params),
-            (generation.number, each.member) in past,
+            *(record.member, generation.number, record.parent, record.score),
+            values_text(record.params),
+            (generation.number, record.member) in past,
         )
-        for generation in found.generations
-        for each in generation.members
+        for generation in population.generations
+        for record in generation.members
     ]
 
 
-def _trials(found: Population) -> tuple[list[Trial], list[str]]:
+def _trials(population: Population) -> tuple[list[Trial], list[str]]:
     """Return trials for the winner's generation, or the newest scored one, and the axes' names."""
-    scored = [g for g in found.generations if any(m.score is not None for m in g.members)]
+    scored = [g for g in population.generations if any(m.score is not None for m in g.members)]
     if not scored:
         return [], []
-    best = found.best
-    newest = scored[-1] if best is None else found.generations[best.generation - 1]
-    names = list(dict.fromkeys(name for each in newest.members for name in each.params))
+    best = population.best
+    newest = scored[-1] if best is None else population.generations[best.generation - 1]
+    names = list(dict.fromkeys(name for member in newest.members for name in member.params))
     trials = [
         Trial(
-            f"member {each.member}",
-            {**each.params, **({} if each.score is None else {found.metric: each.score})},
-            best is not None and each.member == best.member,
+            f"member {item.member}",
+            {**item.params, **({} if item.score is None else {population.metric: item.score})},
+            best is not None and item.member == best.member,
         )
-        for each in newest.members
+        for item in newest.members
     ]
-    return trials, [*names, found.metric]
+    return trials, [*names, population.metric]
 
 
 # ---- Parts of a party ----
@@ -180,7 +180,7 @@ def _work(
         return
     num_rows = math.ceil((run.job.get("batch_size") or 0) / num_replicas)
     busy = [] if path else [series.last for _, series in _parts(run, "stage", "busy_s")]
-    newest = [float(each[-1]) for each in busy if len(each) and each[-1] > 0]
+    newest = [float(values[-1]) for values in busy if len(values) and values[-1] > 0]
     names, tasks = planned_tasks(party.ranks, party.engine, strategy, num_rows, newest)
     if not tasks:
         return
@@ -252,9 +252,9 @@ def _measured_bubble(run: ReportedRun) -> tuple[list[int], list[float]] | None:
 
 def _memory(run: ReportedRun) -> Iterator[Panel]:
     lines = [
-        Line(each.name, each.step, [value / MEGABYTE for value in each.last])
+        Line(line.name, line.step, [value / MEGABYTE for value in line.last])
         for name, series in _parts(run, "stage", "memory_bytes")
-        if len((each := recorded_line(name, series)).step)
+        if len((line := recorded_line(name, series)).step)
     ]
     if lines:
         draw = partial(curve, lines, title="Memory of the stages, in MB", height=218)
@@ -294,8 +294,8 @@ def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
     """Yield the panel with a series of each node or replica. named: the panel's name and title."""
-    found = _parts(run, kind, series_name)
-    lines = [recorded_line(name, series) for name, series in found if len(series.step)]
+    parts = _parts(run, kind, series_name)
+    lines = [recorded_line(name, series) for name, series in parts if len(series.step)]
     if not lines:
         return
 
@@ -337,12 +337,12 @@ def measured_tasks(measured: MeasuredStep) -> tuple[list[str], list[Task]]:
     places = {stage: lane for lane, its in enumerate(measured.lanes.values()) for stage in its}
     tasks: list[Task] = []
     for stage, actions in measured.actions.items():
-        for each in actions:
-            begin, lane = each.begin_s, places[stage]
-            tasks.append(Task(lane, begin, each.end_s, each.kind, each.micro_batch))
-            if each.wait_s > 0.0:
-                since = max(begin - each.wait_s, 0.0)
-                tasks.append(Task(lane, since, begin, "wait", each.micro_batch))
+        for action in actions:
+            begin, lane = action.begin_s, places[stage]
+            tasks.append(Task(lane, begin, action.end_s, action.kind, action.micro_batch))
+            if action.wait_s > 0.0:
+                since = max(begin - action.wait_s, 0.0)
+                tasks.append(Task(lane, since, begin, "wait", action.micro_batch))
     return [_name(its) for its in measured.lanes.values()], tasks
 
 
@@ -370,7 +370,7 @@ def planned_tasks(
     named = next((word for word in engine.split() if word in SCHEDULES), "1f1b")
     return [_lane(ranks, rank) for rank in range(max(ranks) + 1)], _played(
         choose(named, ranks, count),
-        [each / (3 * count) for each in busy_s]
+        [seconds / (3 * count) for seconds in busy_s]
         if len(busy_s) == len(ranks)
         else [1.0] * len(ranks),
     )
@@ -398,9 +398,9 @@ def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:
         for rank, actions in enumerate(schedule):
             for action in actions[places[rank] :]:
                 wanted = required(action, needs, needed_by)
-                if not all(any(each in done for each in group) for group in wanted):
+                if not all(any(needed in done for needed in group) for group in wanted):
                     break
-                ready = [done[each] for group in wanted for each in group if each in done]
+                ready = [done[needed] for group in wanted for needed in group if needed in done]
                 start = max([free[rank], *ready])
                 free[rank] = done[action] = start + _TAKES[action.kind] * lengths[action.stage]
                 kind = action.kind.name.lower()

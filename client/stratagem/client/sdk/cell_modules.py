@@ -74,9 +74,9 @@ class CellModules:
 
     def _made(self) -> Path:
         if self._folder is None:
-            own = temporary_folder("notebook")
-            atexit.register(own.remove)
-            self._folder = own.path
+            folder = temporary_folder("notebook")
+            atexit.register(folder.remove)
+            self._folder = folder.path
             sys.path.insert(0, str(self._folder))
         return self._folder
 
@@ -99,6 +99,6 @@ def register(shell: Shell) -> None:
 
 def _is_below(module: ModuleType, folder: Path) -> bool:
     # What stands in the module itself: some answer to every name, torch.classes among them.
-    own = vars(module)
-    places = [own.get("__file__"), *own.get("__path__", ())]
+    attributes = vars(module)
+    places = [attributes.get("__file__"), *attributes.get("__path__", ())]
     return any(place and Path(place).is_relative_to(folder) for place in places)

@@ -156,8 +156,8 @@ class AsyncClient:
         """
         status = await (await self.get(run_id)).status()
         which = "final" if from_segment is None else str(from_segment)
-        kept = ", ".join(str(commit.segment) for commit in status.commits)
-        if not kept:
+        stored = ", ".join(str(commit.segment) for commit in status.commits)
+        if not stored:
             raise WrongStateError(
                 f"run {run_id} has committed nothing yet, so no other run can continue from it"
             )
@@ -165,10 +165,10 @@ class AsyncClient:
             raise WrongStateError(
                 f"run {run_id} is still training ({status.phase}, step {status.step}): stop it "
                 f"first (`stratagem stop {run_id}`, run.cancel()), or name the commit from which "
-                f"the new run continues (--from, from_segment=): {kept}"
+                f"the new run continues (--from, from_segment=): {stored}"
             )
         if status.commit(which) is None:
-            text = f"segment {from_segment} is no kept commit of run {run_id!r}; kept are {kept}"
+            text = f"segment {from_segment} is no kept commit of run {run_id!r}; kept are {stored}"
             raise InvalidInputError(text)
         initial: dict[str, JSON] = {"run": run_id, "which": which, "resume": True}
         values = {"initial": initial, **read_overrides(overrides)}

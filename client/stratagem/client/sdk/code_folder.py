@@ -88,7 +88,7 @@ def _walk(folder: Path, rules: Sequence[_Ignored]) -> Iterator[Path]:
 
 def _is_ignored(path: Path, rules: Sequence[_Ignored], *, is_folder: bool) -> bool:
     """Return whether the rules ignore a path; the nearest .gitignore wins, as in git."""
-    verdicts = (each.verdict(path, is_folder=is_folder) for each in reversed(rules))
+    verdicts = (rule.verdict(path, is_folder=is_folder) for rule in reversed(rules))
     return next((verdict for verdict in verdicts if verdict is not None), False)
 
 

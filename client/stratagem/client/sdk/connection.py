@@ -139,7 +139,7 @@ class OutageNotice:
         if has_lasted and self._is_first(self._text(error), is_refusal=bool(name)):
             log.warning("%s; trying again %s", self._text(error), waits)
 
-    def _is_first(self, told: str, *, is_refusal: bool) -> bool:
+    def _is_first(self, message: str, *, is_refusal: bool) -> bool:
         """Return whether no call has logged this message yet, and mark it as logged."""
         if not is_refusal:
             if self._is_reported:  # reported, though the outage may be over for others
@@ -147,11 +147,11 @@ class OutageNotice:
             was_told = self.outage.is_reported
             self._is_reported = self.outage.is_reported = True
             return not was_told
-        if told in self._reasons:
+        if message in self._reasons:
             return False
-        self._reasons.add(told)
-        self.outage.refused[told] += 1
-        return self.outage.refused[told] == 1
+        self._reasons.add(message)
+        self.outage.refused[message] += 1
+        return self.outage.refused[message] == 1
 
     def _end_refusal(self) -> None:
         self.outage.refused -= Counter(self._reasons)  # drops counts of 0

@@ -38,15 +38,15 @@ class Measured:
 
 async def examine(address: str, proof: Proof) -> list[Finding]:
     """Measure the coordinator at an address and its workers, and return all findings."""
-    own = environment_of(None, ("torch",), proof.tls)
+    env = environment_of(None, ("torch",), proof.tls)
     of_client = [
-        *findings.certificate("client", own, time.time()),
+        *findings.certificate("client", env, time.time()),
         *_role(proof),
-        *findings.limits("client", own),
+        *findings.limits("client", env),
     ]
     connection = Connection(address, 0.0, proof)
     try:
-        measured = await _measure(connection, own)
+        measured = await _measure(connection, env)
     except StratagemError as error:
         return [*of_client, _no_answer(address, error)]
     finally:
@@ -54,7 +54,7 @@ async def examine(address: str, proof: Proof) -> list[Finding]:
     return [*of_client, *judge(address, measured)]
 
 
-async def _measure(connection: Connection, own: types_pb2.Environment) -> Measured:
+async def _measure(connection: Connection, env: types_pb2.Environment) -> Measured:
     times = []
     for _ in range(NUM_ROUND_TRIPS):
         began_s = time.perf_counter()
@@ -63,7 +63,7 @@ async def _measure(connection: Connection, own: types_pb2.Environment) -> Measur
     answer = await connection.call(connection.stub.Diagnose, pb.DiagnoseRequest())
     # The answer's time was read at its end, half a round trip ago.
     now_s, round_trip_s = time.time(), min(times)
-    return Measured(own, answer, round_trip_s, answer.time_s + round_trip_s / 2 - now_s, now_s)
+    return Measured(env, answer, round_trip_s, answer.time_s + round_trip_s / 2 - now_s, now_s)
 
 
 def _no_answer(address: str, error: StratagemError) -> Finding:
@@ -86,11 +86,11 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
         yield from _worker(worker, answer.store_id, measured.now_s)
     for refused in answer.refused:
         where = f" at {refused.address}" if refused.address else ""
-        found = f"asks to be registered{where}, and is refused: {refused.reason}"
+        finding = f"asks to be registered{where}, and is refused: {refused.reason}"
         advice = (
             "fix the cause: it keeps asking, and registers then; for an address, set --advertise"
         )
-        yield Finding("worker", refused.worker_id, Level.FAIL, found, advice)
+        yield Finding("worker", refused.worker_id, Level.FAIL, finding, advice)
     yield from _numerics(answer)
 
 
@@ -102,16 +102,16 @@ def _worker(worker: pb.WorkerDiagnosis, store_id: str, now_s: float) -> Iterator
         yield Finding("worker", name, Level.FAIL, found, advice)
     if not worker.info.is_alive:
         advice = "start it again, or ignore it: runs continue without it"
-        found = f"is lost, silent for {duration(worker.info.silent_s)}: {worker.problem}"
-        yield Finding("worker", name, Level.WARN, found, advice)
+        finding = f"is lost, silent for {duration(worker.info.silent_s)}: {worker.problem}"
+        yield Finding("worker", name, Level.WARN, finding, advice)
         return
     if worker.problem:
         advice = "the coordinator must reach its address: set --advertise, open its port"
         if worker.info.capability.tunnelled:
             advice = "its log says what keeps it from the coordinator: the network, or a proxy"
         where = worker.info.address or "the end of its tunnel"
-        found = f"does not answer at {where}: {worker.problem}"
-        yield Finding("worker", name, Level.FAIL, found, advice)
+        finding = f"does not answer at {where}: {worker.problem}"
+        yield Finding("worker", name, Level.FAIL, finding, advice)
         return
     yield Finding(
         "worker", name, Level.OK, f"answers the coordinator in {1e3 * worker.round_trip_s:.1f} ms"
@@ -142,28 +142,28 @@ def _versions(measured: Measured) -> Iterator[Finding]:
 def _role(proof: Proof) -> Iterator[Finding]:
     """Yield a finding if the certificate is not a client's, with which every call is refused."""
     try:
-        shown = None if proof.tls is None else proof.tls.read().cert_id
+        cert_id = None if proof.tls is None else proof.tls.read().cert_id
     except InvalidInputError:
         return  # findings.certificate reports it
-    if shown is not None and shown.role is not Role.CLIENT:
-        advice = f"make one for a client: `stratagem certs`; this one is for a {shown.role}"
-        yield Finding("certificate", "client", Level.FAIL, f"{shown} is not a client", advice)
+    if cert_id is not None and cert_id.role is not Role.CLIENT:
+        advice = f"make one for a client: `stratagem certs`; this one is for a {cert_id.role}"
+        yield Finding("certificate", "client", Level.FAIL, f"{cert_id} is not a client", advice)
 
 
 def _peers(worker: pb.WorkerDiagnosis) -> Iterator[Finding]:
     name = worker.info.worker_id
     for probe in worker.probes:
         if probe.problem:
-            found = f"does not reach {probe.worker_id} at {probe.address}: {probe.problem}"
+            finding = f"does not reach {probe.worker_id} at {probe.address}: {probe.problem}"
             advice = (
                 "workers must reach each other: --advertise, ports, network policies, firewalls"
             )
-            yield Finding("peers", name, Level.FAIL, found, advice)
+            yield Finding("peers", name, Level.FAIL, finding, advice)
     reached = [probe for probe in worker.probes if not probe.problem]
     if reached:
         slowest_s = max(probe.round_trip_s for probe in reached)
-        found = f"reaches {len(reached)} other workers, the slowest in {1e3 * slowest_s:.1f} ms"
-        yield Finding("peers", name, Level.OK, found)
+        finding = f"reaches {len(reached)} other workers, the slowest in {1e3 * slowest_s:.1f} ms"
+        yield Finding("peers", name, Level.OK, finding)
 
 
 def _numerics(answer: pb.DiagnoseResponse) -> Iterator[Finding]:
@@ -176,7 +176,7 @@ def _numerics(answer: pb.DiagnoseResponse) -> Iterator[Finding]:
         (fingerprint,) = by_fingerprint
         yield Finding("numerics", "workers", Level.OK, f"all have {fingerprint}")
     elif by_fingerprint:
-        told = "; ".join(
+        kinds = "; ".join(
             f"{', '.join(w.worker_id for w in who)}: {who[0].capability.numerics_description}"
             for who in by_fingerprint.values()
         )
@@ -184,4 +184,4 @@ def _numerics(answer: pb.DiagnoseResponse) -> Iterator[Finding]:
             "a deterministic run takes workers of one kind only: give them the same torch, "
             "processor and --threads, or start jobs with execution.deterministic: false"
         )
-        yield Finding("numerics", "workers", Level.WARN, told, advice)
+        yield Finding("numerics", "workers", Level.WARN, kinds, advice)

@@ -126,8 +126,8 @@ async def export_model(
 ) -> ExportedModel:
     """Export a model for another program, in a separate process with torch and the user's code."""
     target = _free(path, is_file=asked["to"] != "hf")
-    with temporary_folder("export") as own:
-        state = own.path / "model.safetensors"
+    with temporary_folder("export") as scratch:
+        state = scratch.path / "model.safetensors"
         await to_file(connection, run_id, which, state, plain=True)
         named: dict[str, Any] = {"state": str(state), "path": target, **asked}
         answer = await asyncio.to_thread(

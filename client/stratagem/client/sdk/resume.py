@@ -55,8 +55,8 @@ async def _of_run(
     status = views.run_status(response.run)
     commit = status.commit(which)
     if commit is None:
-        kept = ", ".join(str(stored.segment) for stored in status.commits) or "nothing"
-        text = f"initial.which: run {run_id} has no state {which!r}; kept is {kept}"
+        segments = ", ".join(str(stored.segment) for stored in status.commits) or "nothing"
+        text = f"initial.which: run {run_id} has no state {which!r}; kept is {segments}"
         raise NotFoundError(text)
     digest = Digest(commit.digest)
     if job.initial is not None and job.initial.resume:
@@ -124,7 +124,7 @@ def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
     must not."""
     before = JobSpec.parse(earlier)
     changed = _changed(before.document(), job.document())
-    violations = [each for each in map(_violation, changed) if each is not None]
+    violations = [violation for violation in map(_violation, changed) if violation is not None]
     if _optimizers_of_groups(before) != _optimizers_of_groups(job):
         text = f"must stay as it was in the run: {MUST_STAY['optimizer.name']}"
         violations.append(Violation("optimizer.groups", text))
@@ -166,19 +166,19 @@ def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
         )
         if now and now != before
     ]
-    schedules = {path: each.schedule for path, each in earlier.optimizers().items()}
-    kept = {
-        path: each.schedule
-        for path, each in job.optimizers().items()
-        if each.schedule is not None and each.schedule == schedules.get(path)
+    schedules = {path: optimizer.schedule for path, optimizer in earlier.optimizers().items()}
+    same = {
+        path: optimizer.schedule
+        for path, optimizer in job.optimizers().items()
+        if optimizer.schedule is not None and optimizer.schedule == schedules.get(path)
     }
-    reading = {path: name for path, each in kept.items() if (name := _ends_with_all(each))}
+    reading = {path: name for path, schedule in same.items() if (name := _ends_with_all(schedule))}
     if not changes or not reading:
         return ""
     length = status.num_steps or "N"  # its number of steps is not known before it begins
     which = ", ".join(f"{path}.schedule ({name})" for path, name in reading.items())
     keep = " and ".join(
-        f"{'the last part of ' * (kept[path].name == 'chain')}{path}.schedule" for path in reading
+        f"{'the last part of ' * (same[path].name == 'chain')}{path}.schedule" for path in reading
     )
     return (
         f"schedule: {which} spans the whole training, which now has "

@@ -114,8 +114,8 @@ class AsyncRun:
                 if message.WhichOneof("message") == "progress":
                     yield views.progress(message.progress)
                     continue
-                for each in (message.event, *message.more):
-                    event = views.event(each)
+                for item in (message.event, *message.more):
+                    event = views.event(item)
                     phase = event.phase
                     if newest_first:
                         request.before_index = event.index
@@ -176,7 +176,7 @@ class AsyncRun:
         async for message in stream:
             if not message.HasField("event"):
                 continue
-            events = [views.event(each) for each in (message.event, *message.more)]
+            events = [views.event(item) for item in (message.event, *message.more)]
             request.from_index = events[-1].index + 1
             yield events
 
@@ -319,9 +319,9 @@ class AsyncRun:
 
         async for message in self._connection.follow(open_stream):
             line = views.log_line(message)
-            shown = replace(line, line=0)  # another coordinator has a log of its own
-            if shown not in earlier:
-                current.add(shown)
+            content = replace(line, line=0)  # another coordinator has a log of its own
+            if content not in earlier:
+                current.add(content)
                 yield line
 
     async def download(

@@ -143,14 +143,14 @@ def _exchange(
             env={**os.environ, **passive_waiting(os.environ)},
         ) as process,
     ):
-        told: SimpleQueue[str] = SimpleQueue()
+        lines: SimpleQueue[str] = SimpleQueue()
         reply = None
         try:
-            threading.Thread(target=_read, args=(process.stdout, told), daemon=True).start()
+            threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
             _write(process, request)
-            reply = next(_replies(process, told, tell, complain), None)
+            reply = next(_replies(process, lines, tell, complain), None)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(_place_at_end(process, told)) from None
+            raise KeyboardInterrupt(_place_at_end(process, lines)) from None
         finally:
             if reply is None:
                 process.kill()
@@ -160,11 +160,11 @@ def _exchange(
     return reply, returncode, last
 
 
-def _read(source: IO[str], told: "SimpleQueue[str]") -> None:
+def _read(source: IO[str], lines: "SimpleQueue[str]") -> None:
     """Put all lines of a subprocess into a queue, and an empty line at the end."""
     for line in source:
-        told.put(line)
-    told.put("")
+        lines.put(line)
+    lines.put("")
 
 
 def _write(process: "subprocess.Popen[str]", line: str) -> None:
@@ -176,7 +176,7 @@ def _write(process: "subprocess.Popen[str]", line: str) -> None:
 
 def _replies(
     process: "subprocess.Popen[str]",
-    told: "SimpleQueue[str]",
+    lines: "SimpleQueue[str]",
     tell: Callable[[Mapping[str, Any]], None],
     complain: Callable[[str], None],
 ) -> Iterator[Mapping[str, Any]]:
@@ -185,7 +185,7 @@ def _replies(
     patience_s = _LONG_S
     while True:
         try:
-            line = told.get(timeout=patience_s)
+            line = lines.get(timeout=patience_s)
         except Empty:
             patience_s *= 2
             _write(process, _WHERE)
@@ -202,12 +202,12 @@ def _replies(
             yield message
 
 
-def _place_at_end(process: "subprocess.Popen[str]", told: "SimpleQueue[str]") -> str:
+def _place_at_end(process: "subprocess.Popen[str]", lines: "SimpleQueue[str]") -> str:
     """Return a sentence about what a subprocess was doing when it was interrupted."""
     _write(process, _WHERE)
     until_s = time.monotonic() + _PLACE_S
     with suppress(Empty):
-        while line := told.get(timeout=max(0.0, until_s - time.monotonic())):
+        while line := lines.get(timeout=max(0.0, until_s - time.monotonic())):
             message = json.loads(line)
             if "place" in message:
                 return f"stopped {_words(message)}"
@@ -221,14 +221,14 @@ def _words(message: Mapping[str, str]) -> str:
     return f"{doing} ({place})" if place else doing
 
 
-def _error(told: Mapping[str, Any]) -> StratagemError:
-    if "violations" in told:
+def _error(reply: Mapping[str, Any]) -> StratagemError:
+    if "violations" in reply:
         return InvalidInputError(
-            violations=[Violation(**violation) for violation in told["violations"]]
+            violations=[Violation(**violation) for violation in reply["violations"]]
         )
-    if "traceback" in told:
-        return UserCodeError(told["type"], told["message"], told["traceback"], "this machine")
-    return StratagemError(told["text"])
+    if "traceback" in reply:
+        return UserCodeError(reply["type"], reply["message"], reply["traceback"], "this machine")
+    return StratagemError(reply["text"])
 
 
 # ---- Planning ----
@@ -421,8 +421,8 @@ def check_job(
         findings.append(finding)
         tell(finding)
 
-    def add_all(found: Iterable[Finding]) -> None:
-        for finding in found:
+    def add_all(more_findings: Iterable[Finding]) -> None:
+        for finding in more_findings:
             add(finding)
 
     try:
@@ -439,12 +439,12 @@ def check_job(
             spec,
             import_path=import_path,
             device=device,
-            tell=lambda found: add(finding_in(found)),
+            tell=lambda message: add(finding_in(message)),
             complain=complain,
         )
     except UnavailableError as error:
-        found = "code, model and data are not checked"
-        add(Finding("code", "", Level.WARN, found, str(error)))
+        text = "code, model and data are not checked"
+        add(Finding("code", "", Level.WARN, text, str(error)))
     if workers is not None:
         add_all(_of_cluster(spec, workers))
     return findings
@@ -481,12 +481,12 @@ def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
     for field, partition in _partitions(spec.strategy, "strategy"):
         target = partition.target
         if not any(_fits(target, worker) for worker in alive):
-            found = f"no live worker is {target}"
-            yield Finding("workers", f"{field}.target", Level.WARN, found, waits)
+            text = f"no live worker is {target}"
+            yield Finding("workers", f"{field}.target", Level.WARN, text, waits)
     local = spec.data.worker_local
     if local is not None and not any(local in worker.local_data for worker in alive):
-        found = f'no live worker has "{local}"'
-        yield Finding("workers", "data.worker_local", Level.WARN, found, waits)
+        text = f'no live worker has "{local}"'
+        yield Finding("workers", "data.worker_local", Level.WARN, text, waits)
 
 
 def _of_code(spec: JobSpec, alive: Sequence[Worker]) -> Iterator[Finding]:
@@ -497,15 +497,15 @@ def _of_code(spec: JobSpec, alive: Sequence[Worker]) -> Iterator[Finding]:
     asking = [w.worker_id for w in alive if w.code_policy in ("signed", "digests")]
     advice = "have their operator set --allow-code, or install the package and leave `code` out"
     if len(refusing) == len(alive):
-        found = f"no live worker accepts code from jobs: {_names(refusing)}"
-        yield Finding("workers", "code", Level.FAIL, found, advice)
+        text = f"no live worker accepts code from jobs: {_names(refusing)}"
+        yield Finding("workers", "code", Level.FAIL, text, advice)
     elif refusing:
-        found = f"these accept no code from jobs, and are left out: {_names(refusing)}"
-        yield Finding("workers", "code", Level.WARN, found, advice)
+        text = f"these accept no code from jobs, and are left out: {_names(refusing)}"
+        yield Finding("workers", "code", Level.WARN, text, advice)
     if asking:
-        found = f"these accept only code that their operator has signed or listed: {_names(asking)}"
+        text = f"these accept only code that their operator has signed or listed: {_names(asking)}"
         advice = "`stratagem code sign` prints the value of code.signature"
-        yield Finding("workers", "code", Level.WARN, found, advice)
+        yield Finding("workers", "code", Level.WARN, text, advice)
 
 
 def _names(names: Sequence[str]) -> str:

@@ -106,7 +106,7 @@ class Verifier:
     status: RunStatus
     claims: RunClaims
     on_claim: OnClaim
-    kept: Mapping[int, int]
+    stored: Mapping[int, int]
     """The segments of stored states that a verifying run may begin with, keyed by step."""
     inputs: Mapping[Input, Any]
     """The inputs of the run, which a verifying run must have, too."""
@@ -225,7 +225,7 @@ class Verifier:
     async def _explained(self, difference: Difference) -> Difference:
         """Return the difference with the first step that differs, and a third execution."""
         place = difference.claim.place
-        (stretch,) = stretches([self.root_steps[place]], self.kept)
+        (stretch,) = stretches([self.root_steps[place]], self.stored)
         third, reason = None, ""
         try:
             third, reason = await self._compute(
@@ -271,11 +271,13 @@ async def verify(
     if not doubt and not status.reproducible and not claims.doubt:
         doubt = "timing or machines have decided its bits, and its events do not tell where"
     unverified = {c.place: doubt or c.doubt for c in chosen if doubt or c.doubt}
-    kept, inputs = kept_states(job, status), compared_inputs(job, claims.inputs)
-    verifier = Verifier(runs, status, claims, on_claim, kept, inputs, places, unverified=unverified)
+    stored, inputs = kept_states(job, status), compared_inputs(job, claims.inputs)
+    verifier = Verifier(
+        runs, status, claims, on_claim, stored, inputs, places, unverified=unverified
+    )
     clear = {places[claim.place] for claim in chosen if claim.place not in unverified}
     difference = None
-    for stretch in stretches(clear, kept):
+    for stretch in stretches(clear, stored):
         difference = await verifier.verify(stretch)
         if difference is not None:
             break
@@ -301,27 +303,27 @@ VERSION: Final = 1
 _FIELDS: Final = ("certificate", "run", "job", "verified", "unverified", "workers", "time_s")
 
 
-def certificate(status: RunStatus, found: Verification, time_s: float) -> dict[str, Any]:
+def certificate(status: RunStatus, verification: Verification, time_s: float) -> dict[str, Any]:
     """Return the certificate of a verification as plain JSON values.
 
     Raises InvalidInputError for a verification that has found a difference, or nothing equal.
     """
-    if found.difference is not None:
-        text = f"run {found.run_id} has a state that differs, so nothing is certified"
+    if verification.difference is not None:
+        text = f"run {verification.run_id} has a state that differs, so nothing is certified"
         raise InvalidInputError.at("--certificate", text)
-    if not found.equal:
-        text = f"nothing of run {found.run_id} was verified, so nothing is certified"
+    if not verification.equal:
+        text = f"nothing of run {verification.run_id} was verified, so nothing is certified"
         raise InvalidInputError.at("--certificate", text)
     body = {
         "certificate": VERSION,
-        "run": found.run_id,
+        "run": verification.run_id,
         "job": _job_digest(status),
         "verified": [
-            {"place": list(each.place), "digest": each.digest, "numerics": each.numerics}
-            for each in found.equal
+            {"place": list(claim.place), "digest": claim.digest, "numerics": claim.numerics}
+            for claim in verification.equal
         ],
-        "unverified": {str(place): reason for place, reason in found.unverified.items()},
-        "workers": list(found.workers),
+        "unverified": {str(place): reason for place, reason in verification.unverified.items()},
+        "workers": list(verification.workers),
         "time_s": time_s,
     }
     return {**body, "sha256": _digest(body)}
@@ -333,35 +335,35 @@ def read_certificate(path: Path) -> Mapping[str, Any]:
     Raises InvalidInputError if the file is no certificate, IntegrityError if it was changed.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInputError.at("RUN", f"{path} is no certificate: {error}") from error
-    if not isinstance(found, dict) or set(found) != {*_FIELDS, "sha256"}:
+    if not isinstance(document, dict) or set(document) != {*_FIELDS, "sha256"}:
         raise InvalidInputError.at("RUN", f"{path} is no certificate of a verified run")
-    body = {name: value for name, value in found.items() if name != "sha256"}
-    if _digest(body) != found["sha256"]:
+    body = {name: value for name, value in document.items() if name != "sha256"}
+    if _digest(body) != document["sha256"]:
         raise IntegrityError(f"{path} was changed after it was written: its digest is another one")
-    if found["certificate"] != VERSION or not found["verified"]:
-        text = f"is a certificate of version {found['certificate']}; known is {VERSION}"
-        raise InvalidInputError.at("RUN", f"{path} {text if found['verified'] else 'is empty'}")
-    return found
+    if document["certificate"] != VERSION or not document["verified"]:
+        text = f"is a certificate of version {document['certificate']}; known is {VERSION}"
+        raise InvalidInputError.at("RUN", f"{path} {text if document['verified'] else 'is empty'}")
+    return document
 
 
-def check_certificate(found: Mapping[str, Any], status: RunStatus, claims: RunClaims) -> int:
+def check_certificate(document: Mapping[str, Any], status: RunStatus, claims: RunClaims) -> int:
     """Return how many digests a certificate and the claims of its run have in common.
 
     Raises IntegrityError for another job, or a digest that the run has not recorded.
     """
-    if found["job"] != _job_digest(status):
-        raise IntegrityError(f"certificate: run {found['run']} has another job")
+    if document["job"] != _job_digest(status):
+        raise IntegrityError(f"certificate: run {document['run']} has another job")
     recorded = {tuple(place): claim.digest for place, claim in claims.by_place.items()}
-    for each in found["verified"]:
-        if recorded.get(tuple(each["place"])) != each["digest"]:
+    for record in document["verified"]:
+        if recorded.get(tuple(record["place"])) != record["digest"]:
             raise IntegrityError(
-                f"certificate: run {found['run']} has no such state: {each['place']}, "
-                f"{each['digest']}"
+                f"certificate: run {document['run']} has no such state: {record['place']}, "
+                f"{record['digest']}"
             )
-    return len(found["verified"])
+    return len(document["verified"])
 
 
 def _job_digest(status: RunStatus) -> str:

@@ -47,34 +47,34 @@ class Stretch:
     to_step: int
 
 
-def stretches(steps: Iterable[int], kept: Mapping[int, int]) -> list[Stretch]:
+def stretches(steps: Iterable[int], stored: Mapping[int, int]) -> list[Stretch]:
     """Return what to compute so that the states after these steps are reached.
 
-    kept: the segments of stored states that a run may begin with, keyed by the state's step.
+    stored: the segments of stored states that a run may begin with, keyed by the state's step.
     """
-    found: list[Stretch] = []
+    plan: list[Stretch] = []
     for step in sorted(steps):
-        base_step = max((each for each in kept if each < step), default=None)
-        if found and (base_step is None or base_step <= found[-1].to_step):
-            last = found[-1]
-            found[-1] = Stretch(last.base, last.from_step, step)
+        base_step = max((stored_step for stored_step in stored if stored_step < step), default=None)
+        if plan and (base_step is None or base_step <= plan[-1].to_step):
+            last = plan[-1]
+            plan[-1] = Stretch(last.base, last.from_step, step)
         elif base_step is None:
-            found.append(Stretch(None, -1, step))
+            plan.append(Stretch(None, -1, step))
         else:
-            found.append(Stretch(kept[base_step], base_step, step))
-    return found
+            plan.append(Stretch(stored[base_step], base_step, step))
+    return plan
 
 
 def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
     """Return, keyed by place, the step of the root party's next state, or of its last one if none
     follows; for places of the root, and if the root has no states, the step of the place."""
-    found: dict[ClaimPlace, int] = {}
+    steps: dict[ClaimPlace, int] = {}
     has_root, following = any(place.is_root_state for place in claims.by_place), claims.last_step
     for place in reversed(claims.by_place):
         if place.is_root_state:
             following = place.step
-        found[place] = following if has_root and place.party else place.step
-    return found
+        steps[place] = following if has_root and place.party else place.step
+    return steps
 
 
 def chosen_steps(
@@ -101,7 +101,7 @@ def chosen_steps(
 
 
 def _steps_of(segments: Collection[int], states: Mapping[int, int]) -> set[int]:
-    missing = next((each for each in segments if each not in states), None)
+    missing = next((number for number in segments if number not in states), None)
     if missing is not None or not segments:
         which = "none is named" if missing is None else f"{missing} is no segment with a state"
         text = f"{which}; this run has states of {ranges(states) or 'none'}"
@@ -111,13 +111,13 @@ def _steps_of(segments: Collection[int], states: Mapping[int, int]) -> set[int]:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers as text, such as "0:3,7"."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}:{b}" for a, b in found)
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}:{b}" for a, b in spans)
 
 
 def kept_states(job: JobSpec, status: RunStatus) -> dict[int, int]:
@@ -193,15 +193,15 @@ def why_incomparable(run: Claim, again: Claim) -> str:
 def first_step(run: History, again: History) -> tuple[int, str, tuple[float, float]] | None:
     """Return the first step in which two histories differ, with the series and both values, among
     the steps that both have; None if they are equal."""
-    found: list[tuple[int, str, tuple[float, float]]] = []
+    differences: list[tuple[int, str, tuple[float, float]]] = []
     for name, series in run.items():
         other = again.get(name)
         if series.observed or other is None or other.stride != series.stride:
             continue
-        steps, left, right = np.intersect1d(series.step, other.step, return_indices=True)
-        mine, theirs = series.last[left], other.last[right]
+        steps, rows, other_rows = np.intersect1d(series.step, other.step, return_indices=True)
+        mine, theirs = series.last[rows], other.last[other_rows]
         differ = (mine != theirs) & ~(np.isnan(mine) & np.isnan(theirs))
         if differ.any():
             at = int(differ.argmax())
-            found.append((int(steps[at]), name, (float(mine[at]), float(theirs[at]))))
-    return min(found, default=None)
+            differences.append((int(steps[at]), name, (float(mine[at]), float(theirs[at]))))
+    return min(differences, default=None)

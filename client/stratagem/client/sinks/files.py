@@ -101,15 +101,15 @@ def _rows(block: RowBlock) -> Iterator[tuple[Any, ...]]:
 
 def _json(value: dict[str, Any]) -> str:
     finite = {
-        name: None if isinstance(each, float) and not math.isfinite(each) else each
-        for name, each in value.items()
+        name: None if isinstance(item, float) and not math.isfinite(item) else item
+        for name, item in value.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def _quoted(text: str) -> str:
     """Quote a text as a CSV field (RFC 4180)."""
-    if any(each in text for each in ',"\r\n'):
+    if any(mark in text for mark in ',"\r\n'):
         return '"' + text.replace('"', '""') + '"'
     return text
 
@@ -172,8 +172,8 @@ class TensorBoardSink:
 
     def _scalar(self, step: int, tag: str, value: float) -> bytes:
         is_large = math.isfinite(value) and abs(value) > MAX_FLOAT
-        shown = math.copysign(math.inf, value) if is_large else value
-        of_tag = _bytes(1, tag.encode()) + b"\x15" + struct.pack("<f", shown)
+        written = math.copysign(math.inf, value) if is_large else value
+        of_tag = _bytes(1, tag.encode()) + b"\x15" + struct.pack("<f", written)
         return frame(_event(self._wall_s, step, _bytes(5, _bytes(1, of_tag))))
 
     @property

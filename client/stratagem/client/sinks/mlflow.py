@@ -33,10 +33,10 @@ class MlflowSink:
         if experiment_id is None:
             experiment_id = self._client.create_experiment(run.name)
         wanted = f"tags.`{RUN_TAG}` = '{run.run_id}'"
-        found = self._client.search_runs([experiment_id], wanted)
-        if found:
-            self._run_id = found[0].info.run_id
-            return _cursor(found[0].data.tags.get(CURSOR_TAG, ""))
+        runs = self._client.search_runs([experiment_id], wanted)
+        if runs:
+            self._run_id = runs[0].info.run_id
+            return _cursor(runs[0].data.tags.get(CURSOR_TAG, ""))
         tags = {RUN_TAG: run.run_id, "stratagem.strategy": run.strategy}
         made = self._client.create_run(experiment_id, tags=tags, run_name=run.run_id)
         self._run_id = made.info.run_id
@@ -75,5 +75,5 @@ class MlflowSink:
 
 
 def _cursor(text: str) -> Cursor:
-    kept = json.loads(text or "{}")
-    return Cursor(kept.get("event_index", -1), kept.get("steps", {}))
+    saved = json.loads(text or "{}")
+    return Cursor(saved.get("event_index", -1), saved.get("steps", {}))

@@ -104,22 +104,22 @@ def values_of(event: Event) -> tuple[int, dict[str, float]]:
     fact = event.payload
     if party_of(event):
         return 0, {}
-    found = numbers(fact.get("metrics"))
+    metrics = numbers(fact.get("metrics"))
     match event.kind:
         case "SegmentFinished":  # training metrics are in the step history
-            step, kept = (
+            step, values = (
                 fact["step"],
-                {n: v for n, v in found.items() if not n.startswith("train.")},
+                {n: v for n, v in metrics.items() if not n.startswith("train.")},
             )
         case "Evaluated":
-            step, kept = fact["segment"], found
+            step, values = fact["segment"], metrics
         case "RoundClosed":
-            step, kept = fact["round_num"], found
+            step, values = fact["round_num"], metrics
         case "GenerationClosed":
-            step, kept = fact["step"], found
+            step, values = fact["step"], metrics
         case _:
-            step, kept = 0, {}
-    return int(step), kept
+            step, values = 0, {}
+    return int(step), values
 
 
 # ---- Cursor file ----
@@ -135,9 +135,9 @@ def cursor_path(target: Path, run_id: str) -> Path:
 def read_cursor(path: Path) -> Cursor | None:
     """Read a cursor file; None if no valid one exists."""
     try:
-        kept = json.loads(path.read_text())
-        steps = {str(name): int(step) for name, step in kept["steps"].items()}
-        return Cursor(int(kept["event_index"]), steps, int(kept["size"]))
+        saved = json.loads(path.read_text())
+        steps = {str(name): int(step) for name, step in saved["steps"].items()}
+        return Cursor(int(saved["event_index"]), steps, int(saved["size"]))
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -220,13 +220,13 @@ def sink_of(text: str) -> Sink:
     """Make the sink that NAME:TARGET describes. Raises InvalidInputError if there is none of this
     name."""
     name, _, target = text.partition(":")
-    found = entry_points(group=GROUP, name=name)
-    if not found:
+    points = entry_points(group=GROUP, name=name)
+    if not points:
         raise InvalidInputError.at("sink", not_one_of(name, sink_names()))
     if not target:
         raise InvalidInputError.at("sink", f"{text!r} names no target; write {name}:TARGET")
     try:
-        sink: Sink = next(iter(found)).load()(target)
+        sink: Sink = next(iter(points)).load()(target)
     except ImportError as error:
         text = f"{name} needs a package that is not installed: {error}"
         raise InvalidInputError.at("sink", text) from None

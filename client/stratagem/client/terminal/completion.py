@@ -95,6 +95,6 @@ async def _run_ids(context: typer.Context, incomplete: str) -> list[str]:
         given.get("tls_ca"), given.get("tls_cert"), given.get("tls_key"), needs_cert=False
     )
     address, token_file = given.get("coordinator"), given.get("token_file")
-    async with AsyncClient(address, patience_s=PATIENCE_S, tls=tls, token_file=token_file) as found:
-        runs = await found.runs()
+    async with AsyncClient(address, patience_s=PATIENCE_S, tls=tls, token_file=token_file) as api:
+        runs = await api.runs()
     return [run.run_id for run in runs if run.run_id.startswith(incomplete)]

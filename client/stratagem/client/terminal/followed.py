@@ -70,7 +70,7 @@ class FollowedRun:
     generations: Generations = field(default_factory=Generations)
     num_members: int = 0
     """The number of members of a population."""
-    _told: int = 0
+    _last_evaluated: int = 0
     """The value of `evaluated` at the close of the last round."""
 
     @classmethod
@@ -85,7 +85,7 @@ class FollowedRun:
             scored_by=f"{evaluation.get('split')}.{best}" if best else "",
             num_steps=status.num_steps,
             num_segments=status.num_segments,
-            committed=max((each.step for each in status.commits if each.member is None), default=0),
+            committed=max((c.step for c in status.commits if c.member is None), default=0),
         )
 
     @property
@@ -131,9 +131,9 @@ class FollowedRun:
         if fold := _FOLDS.get(kind):
             fold(self, payload)
         if kind in ("SegmentFinished", "SegmentCommitted", "Evaluated"):
-            found = evaluations_in(payload)
-            if found:
-                self.metrics, self.evaluated = {**self.metrics, **found}, payload["segment"]
+            evaluations = evaluations_in(payload)
+            if evaluations:
+                self.metrics, self.evaluated = {**self.metrics, **evaluations}, payload["segment"]
 
     def _accounted(self, payload: Mapping[str, Any]) -> None:
         self.is_private = True
@@ -157,7 +157,7 @@ class FollowedRun:
 
     def _closed(self, payload: Mapping[str, Any]) -> None:
         self.segment = payload["round_num"]
-        self.has_news, self._told = self.evaluated > self._told, self.evaluated
+        self.has_news, self._last_evaluated = self.evaluated > self._last_evaluated, self.evaluated
 
     def _generation(self, payload: Mapping[str, Any]) -> None:
         best = payload["best"]
@@ -185,5 +185,5 @@ _FOLDS: Final[Mapping[str, Callable[[FollowedRun, Mapping[str, Any]], None]]] = 
 
 def evaluations_in(payload: Mapping[str, Any]) -> dict[str, float]:
     """Return the evaluation metrics in an event's payload."""
-    found = numbers(payload.get("metrics"))
-    return {name: value for name, value in found.items() if not name.startswith(TRAINING)}
+    metrics = numbers(payload.get("metrics"))
+    return {name: value for name, value in metrics.items() if not name.startswith(TRAINING)}

@@ -64,12 +64,12 @@ def live_line(run: FollowedRun, width: int) -> Text:
     ):
         bar = Field(f"{bar_text(done, cells)}{percent}".strip(), stays=True, style="cyan")
         name = Field(_shortened(fields[0].text, name_cells), stays=True, style="bold")
-        found = _fitted([name, bar, *fields[1:]], width)
-        if _cells(found) <= width:
-            return _joined(found, width)
-    while len(found) > 2 and _cells(found) > width:
-        found = found[:-1]
-    return _joined(found if _cells(found) <= width else found[1:], width)
+        fitted = _fitted([name, bar, *fields[1:]], width)
+        if _cells(fitted) <= width:
+            return _joined(fitted, width)
+    while len(fitted) > 2 and _cells(fitted) > width:
+        fitted = fitted[:-1]
+    return _joined(fitted if _cells(fitted) <= width else fitted[1:], width)
 
 
 def plain_line(run: FollowedRun) -> str:
@@ -112,15 +112,15 @@ def epoch_text(latest: Progress | None) -> str:
 def clients_text(run: FollowedRun) -> str:
     """Format the outcomes of the round's clients: "31 of 40 done, 2 late, 1 rejected"."""
     newest = run.rounds.newest
-    own = [each for each in newest.clients if not each.staleness] if newest else []
-    if not newest or not own:
+    clients = [client for client in newest.clients if not client.staleness] if newest else []
+    if not newest or not clients:
         return ""
-    num_by_state = Counter(each.state for each in own)
+    num_by_state = Counter(client.state for client in clients)
     late = num_by_state[ClientState.LATE]
     if run.latest is not None and newest.is_open:  # those of earlier rounds, which still train
         late = run.latest.num_clients_late
     num_excused = num_by_state[ClientState.EXCUSED]
-    parts = [f"{num_by_state[ClientState.DONE]} of {len(own) - num_excused} done"]
+    parts = [f"{num_by_state[ClientState.DONE]} of {len(clients) - num_excused} done"]
     num_rejected = num_by_state[ClientState.REJECTED]
     for number, word in ((late, "late"), (num_rejected, "rejected"), (num_excused, "excused")):
         if number:
@@ -151,7 +151,7 @@ def loss_of(run: FollowedRun) -> float | None:
         return None
     if newest.loss_so_far is not None or not newest.is_open:
         return newest.loss_so_far
-    closed = (each.loss_so_far for each in reversed(run.rounds.rounds) if not each.is_open)
+    closed = (round_.loss_so_far for round_ in reversed(run.rounds.rounds) if not round_.is_open)
     return next(closed, None)
 
 
@@ -161,14 +161,14 @@ def evaluation_texts(run: FollowedRun, among: Container[str] | None = None) -> l
 
     among: only these metrics, unless None.
     """
-    known = without_spreads(run.metrics)
-    names = sorted(known, key=lambda name: (name != run.scored_by, name))
+    metrics = without_spreads(run.metrics)
+    names = sorted(metrics, key=lambda name: (name != run.scored_by, name))
     names = [name for name in names if among is None or name in among]
     texts = []
     for name in few(names):
         ends = range_of(run.metrics, name)
         over = "" if ends is None else f" ({number_text(ends[0])} to {number_text(ends[1])})"
-        texts.append(f"{name} {number_text(known[name])}{over}")
+        texts.append(f"{name} {number_text(metrics[name])}{over}")
     return [*texts, more_text(names)] if more_text(names) else texts
 
 
@@ -198,7 +198,7 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
         yield from _of_speed(latest)
         yield from _of_time(latest)
     if not run.is_population:  # the members' scores are shown already
-        yield from (Field(printable(each, is_line=True)) for each in evaluation_texts(run))
+        yield from (Field(printable(text, is_line=True)) for text in evaluation_texts(run))
     of_step = {} if latest is None else latest.metrics
     for name in few(sorted(of_step)):
         yield Field(printable(f"{name} {number_text(of_step[name])}", is_line=True))
@@ -257,13 +257,13 @@ def _of(word: str, number: int, amount: int) -> str:
 
 def _fitted(fields: Sequence[Field], width: int) -> list[Field]:
     """Drop optional fields, from the right, until the rest fits; return the remaining fields."""
-    kept = list(fields)
+    fitting = list(fields)
     for field in reversed(fields):
-        if _cells(kept) <= width:
+        if _cells(fitting) <= width:
             break
         if not field.stays:
-            kept.remove(field)
-    return kept
+            fitting.remove(field)
+    return fitting
 
 
 def _cells(fields: Sequence[Field]) -> int:
@@ -377,8 +377,8 @@ class _Above(io.TextIOBase):
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
-        for each in lines:
-            self._line.say(Text(each))
+        for line in lines:
+            self._line.say(Text(line))
         return len(text)
 
     def flush(self) -> None:

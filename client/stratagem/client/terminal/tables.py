@@ -87,13 +87,13 @@ def metrics_text(metrics: Mapping[str, float], first: str = "", *, in_short: boo
 
     first: the metric that comes next. in_short: show a few of many, and the number of the others.
     """
-    known = without_spreads(metrics)
-    names = sorted(known, key=lambda name: (name != _LOSS, name != first, name))
+    means = without_spreads(metrics)
+    names = sorted(means, key=lambda name: (name != _LOSS, name != first, name))
     parts = []
     for name in few(names) if in_short else names:
         ends = range_of(metrics, name)
         over = "" if ends is None else f" ({ends[0]:.4g} to {ends[1]:.4g})"
-        parts.append(f"{name} {known[name]:.4g}{over}")
+        parts.append(f"{name} {means[name]:.4g}{over}")
     more = more_text(names) if in_short else ""
     return "  ".join(filter(None, (*parts, more)))
 
@@ -200,8 +200,8 @@ def _chief_metrics_text(run: RunStatus) -> str:
     training loss."""
     evaluation = run.job.get("evaluation") or {}
     first = next(iter(evaluation.get("metrics") or ()), "loss")
-    shown = (f"{evaluation.get('split')}.{evaluation.get('best') or first}", "train.loss")
-    return metrics_text({n: v for n, v in run.metrics.items() if n in shown})
+    names = (f"{evaluation.get('split')}.{evaluation.get('best') or first}", "train.loss")
+    return metrics_text({n: v for n, v in run.metrics.items() if n in names})
 
 
 def _chief_metric(run: RunStatus) -> str:
@@ -223,9 +223,9 @@ def print_workers(
             worker.quarantine or worker.reason,
         )
         table.add_row(*map(Text, cells))
-    for each in refused:
-        reason = f"{each.reason} (asked {counted(each.num_times, 'time')})"
-        table.add_row(*map(Text, (each.worker_id, "refused", each.address, *[""] * 5, reason)))
+    for caller in refused:
+        reason = f"{caller.reason} (asked {counted(caller.num_times, 'time')})"
+        table.add_row(*map(Text, (caller.worker_id, "refused", caller.address, *[""] * 5, reason)))
     console.print(table if table.row_count else "no workers")
 
 
@@ -252,21 +252,21 @@ def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         if commit is not None and commit.member is not None and (name == "best" or commit != best):
             values = values_text(commit.hyperparameters)
             score = commit.metrics.get(metric)
-            told = "" if score is None else f", score {score:.4g}"
-            yield name, f"segment {commit.segment}, member {commit.member}: {values}{told}"
+            score_text = "" if score is None else f", score {score:.4g}"
+            yield name, f"segment {commit.segment}, member {commit.member}: {values}{score_text}"
             if len(commit.schedule) > 1:
                 yield "", _schedule_text(commit.schedule)
 
 
 def _schedule_text(schedule: Sequence[Hyperparameters]) -> str:
     """Format the changes of hyperparameters: "lr 0.1 from step 0; lr 0.11 from step 5"."""
-    parts, known = [], dict[str, Any]()
+    parts, previous = [], dict[str, Any]()
     for setting in schedule:
-        changed = {n: v for n, v in setting.values.items() if n not in known or known[n] != v}
+        changed = {n: v for n, v in setting.values.items() if n not in previous or previous[n] != v}
         parts.append(f"{values_text(changed) or 'the same'} from step {setting.from_step}")
-        known = dict(setting.values)
-    left = len(parts) - MAX_CHANGES
-    return "; ".join([f"{left} earlier", *parts[left:]] if left > 0 else parts)
+        previous = dict(setting.values)
+    num_earlier = len(parts) - MAX_CHANGES
+    return "; ".join([f"{num_earlier} earlier", *parts[num_earlier:]] if num_earlier > 0 else parts)
 
 
 def _submitted_text(status: RunStatus) -> str:
@@ -347,11 +347,11 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def _finding_cells(finding: Finding) -> tuple[Text, Text, Text, Text]:
-    told = Text(finding.found)
+    text = Text(finding.found)
     if finding.advice:
-        told.append(f"\n-> {finding.advice}", style="bold")
+        text.append(f"\n-> {finding.advice}", style="bold")
     level = Text(finding.level, style=LEVEL_COLOURS[finding.level])
-    return Text(finding.check), Text(finding.about), level, told
+    return Text(finding.check), Text(finding.about), level, text
 
 
 # ---- Numbers and times ----

@@ -279,15 +279,15 @@ def without_frames(error: E) -> E:
     A frame that refers to the owner of the error makes a reference cycle: what the frames hold,
     inside Python and outside, would not be freed until the garbage collector runs.
     """
-    left: list[BaseException | None] = [error]
+    errors: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while left:
-        each = left.pop()
-        if each is None or id(each) in seen:
+    while errors:
+        part = errors.pop()
+        if part is None or id(part) in seen:
             continue
-        seen.add(id(each))
-        each.__traceback__ = None
-        left += [each.__cause__, each.__context__]
-        if isinstance(each, BaseExceptionGroup):
-            left += each.exceptions
+        seen.add(id(part))
+        part.__traceback__ = None
+        errors += [part.__cause__, part.__context__]
+        if isinstance(part, BaseExceptionGroup):
+            errors += part.exceptions
     return error

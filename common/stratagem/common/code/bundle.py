@@ -110,16 +110,16 @@ def check_size(sizes: Mapping[str, int]) -> None:
 def check_names(names: Iterable[str]) -> None:
     """Raise InvalidInputError for the first name that is no relative path with "/" between its
     parts, or that some file system would confuse with another name."""
-    known: dict[str, tuple[str, bool]] = {}
+    places: dict[str, tuple[str, bool]] = {}
     for name in names:
         parts = _parts(name)
         for depth in range(1, len(parts) + 1):
             place = ("/".join(parts[:depth]), depth == len(parts))
             folded = unicodedata.normalize("NFC", place[0]).casefold()
-            other = known.get(folded)
+            other = places.get(folded)
             if other is not None and (place != other or place[1]):
                 raise _refused(name, f"stands beside {other[0]!r}, which some systems take for it")
-            known[folded] = place
+            places[folded] = place
 
 
 def _parts(name: str) -> list[str]:

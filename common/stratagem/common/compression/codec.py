@@ -276,12 +276,12 @@ class ErrorFeedback:
             for name, tensor in zip(self._names, tensors, strict=True)
         ]
         inner = {name: value for name, value in state.items() if name not in self._names}
-        payload, kept = self._codec.encode(wanted, inner, key)
+        payload, after = self._codec.encode(wanted, inner, key)
         decoded = self._codec.decode(payload, key)
         residuals = {
             name: x - y for name, x, y in zip(self._names, wanted, decoded, strict=True) if name
         }
-        return payload, {**kept, **residuals}
+        return payload, {**after, **residuals}
 
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
         return self._codec.decode(payload, key)

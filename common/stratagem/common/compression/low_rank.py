@@ -61,8 +61,8 @@ class _Matrix:
 
         def product(k: int, rows: range, columns: range) -> FloatArray:
             p, q = k * self.num_rows, self.rank * self.num_rows + k * self.num_columns
-            left = factor(p + rows.start, p + rows.stop)
-            return left[:, None] * factor(q + columns.start, q + columns.stop)
+            column = factor(p + rows.start, p + rows.stop)
+            return column[:, None] * factor(q + columns.start, q + columns.stop)
 
         def window(start: int, stop: int) -> FloatArray:
             pieces = []
@@ -106,10 +106,10 @@ class LowRank(OneByOne):
                 continue
             whole = tensor.reshape(matrix.num_rows, matrix.num_columns)
             basis = self._revived(matrix, state[matrix.name].reshape(matrix.rank, -1), key)
-            left = orthonormal([(whole * column).sum(axis=1) for column in basis])
-            right = np.stack([(whole * column[:, None]).sum(axis=0) for column in left])
-            parts += [to_bytes(left), to_bytes(right)]
-            after[matrix.name] = right.reshape(-1)
+            p = orthonormal([(whole * column).sum(axis=1) for column in basis])
+            q = np.stack([(whole * column[:, None]).sum(axis=0) for column in p])
+            parts += [to_bytes(p), to_bytes(q)]
+            after[matrix.name] = q.reshape(-1)
         return joined(parts), after
 
     def part(self, places: range) -> "LowRank":

@@ -58,8 +58,8 @@ class ScaledBlocks:
             from_byte, to_byte = start // 2, -(-stop // 2)
             packed = read(first + from_byte, to_byte - from_byte, "u1")
             nibbles = np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)
-            own = nibbles[start - 2 * from_byte :][: stop - start]
-            return (own ^ 8).astype(np.int8) - np.int8(8)
+            levels = nibbles[start - 2 * from_byte :][: stop - start]
+            return (levels ^ 8).astype(np.int8) - np.int8(8)
 
         def window(start: int, stop: int) -> FloatArray:
             if start == stop:
@@ -219,10 +219,10 @@ class Ternary:
 def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float32]:
     """Quantize x, (n,) float32, to (trits -1, 0 or +1, scale); all zeros give scale 0."""
     magnitude = np.abs(x)
-    kept = magnitude > threshold_of(threshold_fraction, pairwise_sum(magnitude), x.size)
-    trits = np.sign(x).astype(np.int8) * kept
+    mask = magnitude > threshold_of(threshold_fraction, pairwise_sum(magnitude), x.size)
+    trits = np.sign(x).astype(np.int8) * mask
     return trits, mean(
-        pairwise_sum(np.where(kept, magnitude, np.float32(0.0))), int(np.count_nonzero(kept))
+        pairwise_sum(np.where(mask, magnitude, np.float32(0.0))), int(np.count_nonzero(mask))
     )
 
 
@@ -235,8 +235,8 @@ def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
     """Quantize x to random trits and a scale that are unbiased: E[trits · scale] = x."""
     magnitude = np.abs(x)
     scale = np.float32(np.max(magnitude, initial=0.0))
-    kept = uniform(seed, places(x.size)) * scale < magnitude
-    return np.sign(x).astype(np.int8) * kept, scale
+    mask = uniform(seed, places(x.size)) * scale < magnitude
+    return np.sign(x).astype(np.int8) * mask, scale
 
 
 def mean(total: float, num: int) -> np.float32:

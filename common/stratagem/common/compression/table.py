@@ -128,10 +128,10 @@ def sum_messages(
             extras = data[codec.payload_bytes :].copy().view("<f8").astype(np.float64)
             means = np.concatenate(decoded)
             return means * np.float32(unit(float(extras[0]), numerics)), extras
-        (left, more), (right, others) = (total(half) for half in split_node(node))
-        left += right
+        (low, more), (high, others) = (total(half) for half in split_node(node))
+        low += high
         more += others
-        return left, more
+        return low, more
 
     return total(Node(0, len(messages)))
 

@@ -27,26 +27,26 @@ class TopK:
 
     def encode(self, x: FloatArray, seed: int) -> ByteArray:
         del seed
-        kept = largest(x, self._k)
+        indices = largest(x, self._k)
         if self._is_bitmap:
             bits = np.zeros(self._numel, np.uint8)
-            bits[kept] = 1
+            bits[indices] = 1
             where = np.packbits(bits, bitorder="little")
         else:
-            where = to_bytes(kept.astype(np.uint32))
-        return joined([to_bytes(x[kept]), where])
+            where = to_bytes(indices.astype(np.uint32))
+        return joined([to_bytes(x[indices]), where])
 
     def decoder(self, read: Read) -> Decode:
         num_found = 0
 
         def window(start: int, stop: int) -> FloatArray:
             nonlocal num_found
-            kept = self._places(read, start, stop, num_found)
-            first, num_found = num_found, num_found + kept.size
+            indices = self._places(read, start, stop, num_found)
+            first, num_found = num_found, num_found + indices.size
             if num_found > self._k or (stop == self._numel and num_found < self._k):
                 raise ValueError(f"a top_k payload does not name {self._k} of {self._numel} places")
             x = np.zeros(stop - start, np.float32)
-            x[kept - start] = read(4 * first, kept.size, "<f4")
+            x[indices - start] = read(4 * first, indices.size, "<f4")
             return x
 
         return window
@@ -64,10 +64,10 @@ class TopK:
             places = read(4 * (self._k + num_before), num, "<u4")
             chunks.append(places.astype(np.int64))
             num_before += num
-        kept = np.concatenate(chunks)
-        if (np.diff(kept, prepend=start - 1) <= 0).any():
+        indices = np.concatenate(chunks)
+        if (np.diff(indices, prepend=start - 1) <= 0).any():
             raise ValueError("a top_k payload names places that do not ascend")
-        return kept[: np.searchsorted(kept, stop)]
+        return indices[: np.searchsorted(indices, stop)]
 
 
 def largest(x: FloatArray, k: int) -> NDArray[np.int64]:
@@ -76,7 +76,7 @@ def largest(x: FloatArray, k: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
     magnitude = np.abs(x)
     smallest_kept = np.partition(magnitude, x.size - k)[x.size - k]
-    kept = magnitude > smallest_kept
+    mask = magnitude > smallest_kept
     ties = np.flatnonzero(magnitude == smallest_kept)
-    kept[ties[: k - int(kept.sum())]] = True
-    return np.flatnonzero(kept)
+    mask[ties[: k - int(mask.sum())]] = True
+    return np.flatnonzero(mask)

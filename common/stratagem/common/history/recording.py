@@ -108,9 +108,9 @@ class Recorder:
 
     def add(self, step: int, values: Iterable[tuple[Series, float]]) -> None:
         """Record values at a step; a series ignores a step up to its newest one."""
-        known = self._series
+        recorded = self._series
         for series, value in values:
-            its = known.get(series) or self._begin_series(series)
+            its = recorded.get(series) or self._begin_series(series)
             if its is not None and step > its.step:
                 its.step = step
                 its.steps.append(step)
@@ -133,8 +133,8 @@ class Recorder:
     def take(self) -> SeriesRows:
         """Return the rows that were closed since the last call."""
         self._fold()
-        taken = {series: its.take_closed() for series, its in self._series.items()}
-        return {series: rows for series, rows in taken.items() if len(rows)}
+        closed = {series: its.take_closed() for series, its in self._series.items()}
+        return {series: rows for series, rows in closed.items() if len(rows)}
 
     def rewind(self) -> None:
         """Make the next call of `take` return all closed rows from the first one on."""
@@ -199,9 +199,9 @@ def packed_parts(rows: SeriesRows) -> Iterator[bytes]:
     for series, columns in rows.items():
         start = 0
         while start < len(columns):
-            taken = part_of(columns, start, start + room)
-            part[series] = taken
-            start, room = start + len(taken), room - len(taken)
+            piece = part_of(columns, start, start + room)
+            part[series] = piece
+            start, room = start + len(piece), room - len(piece)
             if not room:
                 yield pack(part)
                 part, room = {}, _PART_ROWS
@@ -329,15 +329,15 @@ def is_of_newest_segment(party: str) -> bool:
 
 def told(actions: Sequence[StageAction]) -> list[StageAction]:
     """Return the actions thinned out to MAX_ACTIONS: of every n-th micro-batch and of the last."""
-    numbers = sorted({each.micro_batch for each in actions if each.micro_batch != NONE})
+    numbers = sorted({action.micro_batch for action in actions if action.micro_batch != NONE})
     stride = 1
     chosen = set(numbers)
-    while sum(each.micro_batch in chosen for each in actions) > MAX_ACTIONS - 2:
+    while sum(action.micro_batch in chosen for action in actions) > MAX_ACTIONS - 2:
         stride *= 2
         chosen = {*numbers[::stride], numbers[-1]}
         if len(chosen) < 3:
             break
-    return [each for each in actions if each.micro_batch == NONE or each.micro_batch in chosen]
+    return [entry for entry in actions if entry.micro_batch == NONE or entry.micro_batch in chosen]
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,32 +363,32 @@ class StageReport:
             f"{PREFIX}clock": float(self.clock),
         }
         values |= {f"{PREFIX}from.{stage}": 1.0 for stage in self.sources}
-        for each in self.actions:
-            number = "" if each.micro_batch == NONE else f".{each.micro_batch}"
-            name = f"{PREFIX}{each.kind}{number}"
-            values[f"{name}.begin_s"] = _rounded(each.begin_s)
-            values[f"{name}.end_s"] = _rounded(each.end_s)
-            if each.wait_s >= MIN_WAIT_S:
-                values[f"{name}.wait_s"] = _rounded(each.wait_s)
+        for action in self.actions:
+            number = "" if action.micro_batch == NONE else f".{action.micro_batch}"
+            name = f"{PREFIX}{action.kind}{number}"
+            values[f"{name}.begin_s"] = _rounded(action.begin_s)
+            values[f"{name}.end_s"] = _rounded(action.end_s)
+            if action.wait_s >= MIN_WAIT_S:
+                values[f"{name}.wait_s"] = _rounded(action.wait_s)
         return values
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> Self:
         """Decode the report from values keyed by series name; incomplete actions are left out."""
-        found: dict[tuple[str, int], dict[str, float]] = {}
+        by_action: dict[tuple[str, int], dict[str, float]] = {}
         sources: list[int] = []
         for name, value in values.items():
             if its := _VALUE.fullmatch(name):
                 key = its[1], NONE if its[2] is None else int(its[2])
-                found.setdefault(key, {})[its[3]] = value
+                by_action.setdefault(key, {})[its[3]] = value
             elif its := _SOURCE.fullmatch(name):
                 sources.append(int(its[1]))
         actions = [
-            StageAction(kind, number, each["begin_s"], each["end_s"], each.get("wait_s", 0.0))
-            for (kind, number), each in found.items()
-            if "begin_s" in each and "end_s" in each
+            StageAction(kind, number, times["begin_s"], times["end_s"], times.get("wait_s", 0.0))
+            for (kind, number), times in by_action.items()
+            if "begin_s" in times and "end_s" in times
         ]
-        in_order = sorted(actions, key=lambda each: (each.begin_s, each.end_s))
+        in_order = sorted(actions, key=lambda action: (action.begin_s, action.end_s))
         rank, began_s, clock = (
             values.get(f"{PREFIX}{name}", 0.0) for name in ("rank", "began_s", "clock")
         )

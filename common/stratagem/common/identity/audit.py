@@ -62,8 +62,8 @@ def parsed(line: bytes) -> dict[str, Any]:
     body = dict(record)
     if body.pop("hash", None) != _hash(body) or "previous" not in body:
         raise IntegrityError("it is not as it was written: its hash is of another text")
-    found: dict[str, Any] = record
-    return found
+    entry: dict[str, Any] = record
+    return entry
 
 
 def check_lines(lines: Iterable[bytes]) -> CheckedAudit:

@@ -88,29 +88,29 @@ def new_token(
 ) -> tuple[str, KnownToken]:
     """Make a new token; return the token and its record."""
     token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
-    kept = tuple(scope for scope in Scope if scope in set(scopes))
-    if not kept:
+    granted = tuple(scope for scope in Scope if scope in set(scopes))
+    if not granted:
         raise InvalidInputError.at("scopes", f"must name some of {', '.join(Scope)}")
     token_id = secrets.token_hex(_ID_BYTES)
-    return token, KnownToken(check_token_name(name), _digest(token), kept, expires_s, token_id)
+    return token, KnownToken(check_token_name(name), _digest(token), granted, expires_s, token_id)
 
 
-def add_token(path: Path, known: KnownToken) -> None:
+def add_token(path: Path, record: KnownToken) -> None:
     """Add a record to a tokens file, which is replaced atomically; only its owner can read it."""
     tokens = read_tokens(path) if path.exists() else ()
-    if known.name in {token.name for token in tokens}:
-        raise AlreadyExistsError(f"{path} has a token {known.name!r} already; revoke it first")
-    _write(path, (*tokens, known))
+    if record.name in {token.name for token in tokens}:
+        raise AlreadyExistsError(f"{path} has a token {record.name!r} already; revoke it first")
+    _write(path, (*tokens, record))
 
 
 def remove_token(path: Path, name: str) -> None:
     """Remove a token from a tokens file. Raises InvalidInputError if it is not there."""
     tokens = read_tokens(path)
-    left = tuple(token for token in tokens if token.name != name)
-    if left == tokens:
+    remaining = tuple(token for token in tokens if token.name != name)
+    if remaining == tokens:
         there = ", ".join(token.name for token in tokens) or "none"
         raise InvalidInputError.at("name", f"{path} has no token {name!r}; there are: {there}")
-    _write(path, left)
+    _write(path, remaining)
 
 
 def read_tokens(path: Path) -> tuple[KnownToken, ...]:
@@ -141,16 +141,16 @@ class TokenBook:
 
     def find(self, token: str, now_s: float) -> KnownToken:
         """Return the record of a token. Raises UnauthenticatedError if it is unknown or expired."""
-        digest, known = _digest(token), None
+        digest, record = _digest(token), None
         for entry in self._file.newest():  # all are compared, so the time taken reveals nothing
             if hmac.compare_digest(entry.sha256, digest):
-                known = entry
-        if known is None:
+                record = entry
+        if record is None:
             raise UnauthenticatedError("the token is not known here")
-        if known.expires_s is not None and known.expires_s <= now_s:
-            when = datetime.fromtimestamp(known.expires_s, UTC).isoformat(timespec="seconds")
-            raise UnauthenticatedError(f"token {known.name} has expired at {when}")
-        return known
+        if record.expires_s is not None and record.expires_s <= now_s:
+            when = datetime.fromtimestamp(record.expires_s, UTC).isoformat(timespec="seconds")
+            raise UnauthenticatedError(f"token {record.name} has expired at {when}")
+        return record
 
 
 class TokenFile:
@@ -373,8 +373,8 @@ def read_revoked(path: Path) -> frozenset[str]:
 
 def add_revoked(path: Path, entries: Iterable[str]) -> None:
     """Add entries to a revocation list, which is created if missing and replaced atomically."""
-    known = read_revoked(path) if path.exists() else frozenset()
-    new = [entry for entry in entries if check_entry(entry) not in known]
+    listed = read_revoked(path) if path.exists() else frozenset()
+    new = [entry for entry in entries if check_entry(entry) not in listed]
     before = path.read_text() if path.exists() else ""
     before += "" if before.endswith("\n") or not before else "\n"
     with whole_file(path) as file:
@@ -531,9 +531,9 @@ class Authorizer:
             return caller
         token = token_in(metadata)
         if self.tokens is not None and token:
-            known = self.tokens.find(token, time.time())
-            scopes = with_included(known.scopes)
-            return Caller(f"token {known.name}", scopes=scopes, token_id=known.token_id)
+            record = self.tokens.find(token, time.time())
+            scopes = with_included(record.scopes)
+            return Caller(f"token {record.name}", scopes=scopes, token_id=record.token_id)
         if not self.trust_domain:
             return NOBODY
         raise UnauthenticatedError("the caller has shown neither a certificate nor a token")

@@ -114,10 +114,10 @@ def retire(folder: Path, signed: Sequence[Path]) -> None:
     current, _ = signer(folder)
     if len(trusted(folder)) == 1:
         raise WrongStateError(f"{folder / CA_FILE} holds one authority; there is none to retire")
-    left = [path.name for path in signed if not _has_signed(current, path)]
-    if left:
+    unsigned = [path.name for path in signed if not _has_signed(current, path)]
+    if unsigned:
         raise WrongStateError(
-            f"the authority that signs now has not signed {', '.join(left)}: "
+            f"the authority that signs now has not signed {', '.join(unsigned)}: "
             f"`stratagem certs issue {folder} --renew` first, and give the new files to everybody"
         )
     write(folder / CA_FILE, current.public_bytes(Encoding.PEM), 0o644, replace=True)
@@ -374,8 +374,8 @@ def retire_authority(folder: Path) -> Path:
 
 def _signed(folder: Path) -> "list[Shown]":
     """Return the certificates in a folder of `init` that an authority has signed."""
-    known = [cert for path in sorted(folder.glob("*.crt")) for cert in show(path)]
-    named = [cert for cert in known if cert.name]
+    certs = [cert for path in sorted(folder.glob("*.crt")) for cert in show(path)]
+    named = [cert for cert in certs if cert.name]
     if not (folder / CA_KEY_FILE).exists() or not named:
         raise InvalidInputError.at("folder", f"{folder} was not made by `stratagem certs init`")
     return named

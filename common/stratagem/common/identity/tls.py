@@ -78,10 +78,10 @@ def chain_of(
     between it and the authorities."""
     current = certificates[0]
     links = [_link(whose, current, is_authority=False)]
-    known = [(whose, certificate) for certificate in certificates[1:]]
-    known += [(ca_file, authority) for authority in authorities]
+    candidates = [(whose, certificate) for certificate in certificates[1:]]
+    candidates += [(ca_file, authority) for authority in authorities]
     while len(links) < _MAX_LINKS and current.issuer != current.subject:
-        signers = [(file, signer) for file, signer in known if has_signed(signer, current)]
+        signers = [(file, signer) for file, signer in candidates if has_signed(signer, current)]
         if not signers:
             break
         # The later end of two certificates for the same key counts, as for a verifier.
@@ -198,8 +198,8 @@ class CertId:
         if role == POOL:
             return cls(trust_domain, Role.WORKER, of_pool(name))
         if role not in tuple(Role):
-            known = ", ".join((*Role, POOL))
-            raise InvalidInputError.at("certificate", f"role {role!r} is not one of {known}")
+            roles = ", ".join((*Role, POOL))
+            raise InvalidInputError.at("certificate", f"role {role!r} is not one of {roles}")
         return cls(trust_domain, Role(role), name)
 
 
@@ -265,8 +265,8 @@ class TlsFiles:
         if self.cert is None or self.key is None:
             return Material(ca, None, None, None)
         cert, key = _read("tls_cert", self.cert), _read("tls_key", self.key)
-        own = certificates_in("tls_cert", self.cert, cert)
-        leaf = own[0]
+        certificates = certificates_in("tls_cert", self.cert, cert)
+        leaf = certificates[0]
         self._check_pair(leaf, key)
         check_private("tls_key", self.key)
         try:
@@ -274,7 +274,7 @@ class TlsFiles:
         except InvalidInputError as error:
             message = f"{self.cert}: {error.violations[0].message}"
             raise InvalidInputError.at("tls_cert", message) from None
-        chain = chain_of(str(self.cert), own, str(self.ca), authorities)
+        chain = chain_of(str(self.cert), certificates, str(self.ca), authorities)
         return Material(ca, cert, key, cert_id, chain)
 
     def identity(self) -> CertId:
@@ -325,8 +325,8 @@ def tls_files(
 
 def links_of(field: str, file: Path) -> Chain:
     """Read the certificate chain in one file. Raises InvalidInputError, which names the setting."""
-    own = certificates_in(field, file)
-    return chain_of(str(file), own, "", ())
+    certificates = certificates_in(field, file)
+    return chain_of(str(file), certificates, "", ())
 
 
 def uris_of(certificate: x509.Certificate) -> list[str]:

@@ -75,10 +75,10 @@ def check_sites(job: Any) -> Iterator[Violation]:
 
 def check_evaluated_rows(job: Any) -> Iterator[Violation]:
     """Yield an error if an evaluation-only job sets two different batch sizes."""
-    own = job.evaluation
-    is_twice = own is not None and "batch_size" in job.model_fields_set
-    if is_twice and job.batch_size != own.batch_size:
-        text = f"is {job.batch_size}, and evaluation.batch_size {own.batch_size}; leave one out"
+    section = job.evaluation
+    is_twice = section is not None and "batch_size" in job.model_fields_set
+    if is_twice and job.batch_size != section.batch_size:
+        text = f"is {job.batch_size}, and evaluation.batch_size {section.batch_size}; leave one out"
         yield Violation("batch_size", text)
 
 
@@ -205,8 +205,8 @@ def check_turns(job: Any) -> Iterator[Violation]:
         )
         if is_gathered or isinstance(strategy, ModelParallel | Custom):
             text = f"are not allowed with strategy {describe(strategy)}; Local, DataParallel with "
-            own = "AllReduce, Federated, and PopulationBased over them take turns"
-            yield Violation("turns", text + own)
+            rest = "AllReduce, Federated, and PopulationBased over them take turns"
+            yield Violation("turns", text + rest)
             return
 
 
@@ -241,16 +241,18 @@ def check_order_of_sums(job: Any) -> Iterator[Violation]:
 
 def check_pipeline_accumulation(job: Any) -> Iterator[Violation]:
     """Yield an error if `accumulation` contradicts the micro-batches of the innermost pipeline."""
-    own, (*_, (_, innermost)) = job.accumulation, levels(job.strategy)
+    spec, (*_, (_, innermost)) = job.accumulation, levels(job.strategy)
     pipeline = innermost.communication if isinstance(innermost, ModelParallel) else None
     if not isinstance(pipeline, Pipeline):
         return
-    if job.execution.accumulation_steps is not None or (own is not None and own.steps is not None):
+    if job.execution.accumulation_steps is not None or (
+        spec is not None and spec.steps is not None
+    ):
         text = "has no meaning under a Pipeline; its communication.micro_batch_size has"
         yield Violation("accumulation.steps", text)
-    if own is not None and own.micro_batch_size not in (None, pipeline.micro_batch_size):
+    if spec is not None and spec.micro_batch_size not in (None, pipeline.micro_batch_size):
         text = (
-            f"{own.micro_batch_size} contradicts the Pipeline's communication.micro_batch_size, "
+            f"{spec.micro_batch_size} contradicts the Pipeline's communication.micro_batch_size, "
             f"{pipeline.micro_batch_size}; leave one of the two out"
         )
         yield Violation("accumulation.micro_batch_size", text)
@@ -281,7 +283,7 @@ def check_phases(job: Any) -> Iterator[Violation]:
     """
     if job.phases is None:
         return
-    for kind in (_kind(each) for _, each in levels(job.strategy)):
+    for kind in (_kind(strategy) for _, strategy in levels(job.strategy)):
         if kind in _NOT_PREDICTED:
             yield Violation("phases", f"not under {kind}: {_NOT_PREDICTED[kind]}")
             return
@@ -323,8 +325,8 @@ def check_local_periods(job: Any) -> Iterator[Violation]:
             yield Violation(field, f"{text}; count in steps, a multiple of it")
         elif count % local_steps:
             below = count - count % local_steps
-            nearest = [each for each in (below, below + local_steps) if each]
-            texts = " or ".join(f"'{counted(each, 'step')}'" for each in nearest)
+            nearest = [steps for steps in (below, below + local_steps) if steps]
+            texts = " or ".join(f"'{counted(steps, 'step')}'" for steps in nearest)
             yield Violation(field, f"{text}; the nearest is {texts}")
 
 
@@ -339,15 +341,15 @@ def check_elementwise(job: Any) -> Iterator[Violation]:
     parameter, if each worker keeps only a slice of the optimizer's state."""
     if job.optimizer is None or not partitions_state(job.strategy):
         return
-    for each in job.optimizer.rules():
-        if each.rule.name is None or each.rule.label.lower() not in BY_ELEMENT:
+    for grouped in job.optimizer.rules():
+        if grouped.rule.name is None or grouped.rule.label.lower() not in BY_ELEMENT:
             text = (
-                f'"{each.rule.label}" is not known to have the same bits for slices of a '
+                f'"{grouped.rule.label}" is not known to have the same bits for slices of a '
                 "parameter, as strategy.options.partition_state needs it; known are "
                 f"{', '.join(BY_ELEMENT)}"
             )
-            key = "entrypoint" if each.rule.name is None else "name"
-            yield Violation(f"{each.path}.{key}", text)
+            key = "entrypoint" if grouped.rule.name is None else "name"
+            yield Violation(f"{grouped.path}.{key}", text)
 
 
 def check_outermost(job: Any) -> Iterator[Violation]:
@@ -389,10 +391,10 @@ def check_lengths_of_steps(job: Any) -> Iterator[Violation]:
     strategy, optimizer = job.strategy, job.optimizer
     if not isinstance(strategy, Federated) or strategy.options.normalize is None or not optimizer:
         return
-    groups = [(f"optimizer.groups[{i}]", each) for i, each in enumerate(optimizer.groups or ())]
+    groups = [(f"optimizer.groups[{i}]", entry) for i, entry in enumerate(optimizer.groups or ())]
     for path, group in groups:
-        own = [key for key in ("momentum", "nesterov", "dampening") if key in group.kwargs]
-        for key in [*own, *(["optimizer"] if group.optimizer is not None else [])]:
+        keys = [key for key in ("momentum", "nesterov", "dampening") if key in group.kwargs]
+        for key in [*keys, *(["optimizer"] if group.optimizer is not None else [])]:
             text = f"is not possible with {_NORMALIZE}: all parameters go as far in a step"
             yield Violation(f"{path}.{key}", text)
     if not isinstance(strategy.aggregation, FedProx) or not strategy.aggregation.mu:
@@ -472,8 +474,8 @@ def check_keywords(job: Any) -> Iterator[Violation]:
     elsewhere."""
     if job.search_space is None:
         for path, optimizer in job.optimizers().items():
-            for each in check_optimizer(optimizer):
-                yield Violation(f"{path}{each.field.removeprefix('optimizer')}", each.message)
+            for error in check_optimizer(optimizer):
+                yield Violation(f"{path}{error.field.removeprefix('optimizer')}", error.message)
 
 
 def check_topology(job: Any) -> Iterator[Violation]:

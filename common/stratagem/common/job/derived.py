@@ -33,8 +33,8 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
             else:
                 inner = place.setdefault(key, {})
             if not isinstance(inner, dict | list):
-                taken = ".".join(parents[: depth + 1])
-                raise InvalidInputError.at(path, f"{taken!r} is a value and holds no fields")
+                parent = ".".join(parents[: depth + 1])
+                raise InvalidInputError.at(path, f"{parent!r} is a value and holds no fields")
             place = inner
         if not isinstance(place, dict):
             raise InvalidInputError.at(path, "is a list; name the item whose field is meant")
@@ -80,8 +80,8 @@ def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec
 def scheduled_job(job: JobSpec, setting: SettingSpec) -> JobSpec:
     """Return the job for one setting of a hyperparameter schedule: its values are set, the schedule
     is removed."""
-    own: dict[str, JSON] = {"hyperparameter_schedule": None, "seed": setting.seed}
-    return with_fields(job, {**own, **thawed(setting.params)})
+    settings: dict[str, JSON] = {"hyperparameter_schedule": None, "seed": setting.seed}
+    return with_fields(job, {**settings, **thawed(setting.params)})
 
 
 def entry_points(job: JobSpec) -> tuple[str, ...]:
@@ -112,9 +112,9 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
     for place, turn in enumerate(job.turns or ()):
         named[f"turns[{place}].step"] = turn.step
     for path, optimizer in job.optimizers().items():
-        for each in optimizer.rules():
-            field = f"{path}{each.path.removeprefix('optimizer')}.entrypoint"
-            named[field] = each.rule.entrypoint
+        for grouped in optimizer.rules():
+            field = f"{path}{grouped.path.removeprefix('optimizer')}.entrypoint"
+            named[field] = grouped.rule.entrypoint
         if optimizer.schedule is not None:
             named[f"{path}.schedule.entrypoint"] = optimizer.schedule.entrypoint
     named |= _drawn(job)
@@ -124,14 +124,14 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
 def _drawn(job: JobSpec) -> dict[str, str | None]:
     """Return the entry points in a population's search space and in the settings of a schedule,
     keyed by the path of their list item."""
-    found: dict[str, str | None] = {}
+    names: dict[str, str | None] = {}
     schedule = job.hyperparameter_schedule
     for place, setting in enumerate(schedule.settings if schedule else ()):
         for path, value in setting.params.items():
             if path.endswith(".entrypoint"):
-                found[f"hyperparameter_schedule.settings[{place}].params.{path}"] = str(value)
+                names[f"hyperparameter_schedule.settings[{place}].params.{path}"] = str(value)
     for dimension in map(plain, job.search_space.dimensions if job.search_space else ()):
         if dimension.name.endswith(".entrypoint") and isinstance(dimension, Categorical | Ordinal):
             for place, name in enumerate(dimension.choices):
-                found[f"search_space.{dimension.name}.choices[{place}]"] = str(name)
-    return found
+                names[f"search_space.{dimension.name}.choices[{place}]"] = str(name)
+    return names

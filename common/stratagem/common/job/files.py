@@ -116,11 +116,11 @@ def _inside(
     if it is missing."""
     if isinstance(target, list):
         return target[_place(target, part, override, path)]
-    found, fields = target.get(part), _SHORT_FORMS.get(".".join([*path, part]))
-    if found is None:
+    child, fields = target.get(part), _SHORT_FORMS.get(".".join([*path, part]))
+    if child is None:
         target[part] = {}
-    elif isinstance(found, str) and fields is not None:
-        target[part] = {fields[":" in found]: found}
+    elif isinstance(child, str) and fields is not None:
+        target[part] = {fields[":" in child]: child}
     return target[part]
 
 

@@ -136,11 +136,11 @@ class JobSpec(Section):
     @rule
     def _of_several_sections(self) -> Iterator[Violation]:
         settling = (JobSpec._settle_strategy, JobSpec._settle_interval)
-        found = [*found_by(settling, self)]
-        found += further(violations_of(self), found)
-        yield from found
-        if found or isinstance(self, Partial):  # else who runs it asks
-            yield from further(check_submitted(self), found)
+        violations = [*found_by(settling, self)]
+        violations += further(violations_of(self), violations)
+        yield from violations
+        if violations or isinstance(self, Partial):  # else who runs it asks
+            yield from further(check_submitted(self), violations)
         if self.only_evaluates and self.evaluation is not None:
             self.__dict__["batch_size"] = self.evaluation.batch_size
 
@@ -153,8 +153,8 @@ class JobSpec(Section):
     def window(self) -> AccumulationSpec:
         """Return the settings of gradient accumulation, defaults included; `execution.gradient:
         {Accumulated: n}` is another way to set `steps`."""
-        own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
-        return own if steps is None else own.with_changes(steps=steps)
+        spec, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
+        return spec if steps is None else spec.with_changes(steps=steps)
 
     @property
     def num_steps(self) -> int | None:

@@ -89,10 +89,10 @@ def _why_not_flat(outer: DataParallel, inner: DataParallel, path: str) -> Iterat
         text = "replicas with local_steps have no gradient in each step to be summed around them"
         yield Violation(f"{path}.options.local_steps", text)
         return
-    for name in (each.name for each in fields(DataParallelOptions) if each.name not in _OF_GROUPS):
-        own, around = getattr(inner.options, name), getattr(outer.options, name)
-        if own != around:
-            text = f"{own!r} inside {around!r}: all groups make one sum; give both the same"
+    for name in (item.name for item in fields(DataParallelOptions) if item.name not in _OF_GROUPS):
+        within, around = getattr(inner.options, name), getattr(outer.options, name)
+        if within != around:
+            text = f"{within!r} inside {around!r}: all groups make one sum; give both the same"
             yield Violation(f"{path}.options.{name}", text)
     num_replicas = outer.num_replicas * inner.num_replicas
     if num_replicas > MAX_REPLICAS:
@@ -105,7 +105,7 @@ def _why_not_flat(outer: DataParallel, inner: DataParallel, path: str) -> Iterat
 
 def effective(strategy: Strategy, graph: GraphSpec) -> Strategy:
     """Return the job's strategy with those of subgraphs nested in it; raise if they do not fit."""
-    *outer, current = [each for _, each in levels(strategy)]
+    *outer, current = [level for _, level in levels(strategy)]
     stages = list(_groups(graph, "model.graph")) if isinstance(current, ModelParallel) else []
     if not stages:
         return _within(strategy, strategy, graph, graph, "model.graph")
@@ -124,9 +124,9 @@ def effective(strategy: Strategy, graph: GraphSpec) -> Strategy:
 def _groups(graph: GraphSpec, path: str) -> Iterator[tuple[str, SubgraphSpec, DataParallel]]:
     """Yield each subgraph that is a group of replicas as (path, subgraph, strategy)."""
     for sub in graph.subgraphs:
-        place, own = f"{path}.subgraphs.{sub.id}", sub.graph.training_strategy
-        if isinstance(own, DataParallel):
-            yield place, sub, own
+        place, strategy = f"{path}.subgraphs.{sub.id}", sub.graph.training_strategy
+        if isinstance(strategy, DataParallel):
+            yield place, sub, strategy
         else:
             yield from _groups(sub.graph, place)
 
@@ -142,12 +142,12 @@ def _group_of_all(
         text = f"stages hand their rows on, so all need {group.num_replicas} replicas, and "
         text += f"{', '.join(map(repr, outside))} is in none"
         raise InvalidInputError.at(f"{first}.training_strategy", text)
-    for place, _, own in stages:
-        if own.num_replicas != group.num_replicas:
-            text = f"{own.num_replicas} where {first} has {group.num_replicas}: stages hand their "
-            text += "rows on, so all need the same"
+    for place, _, strategy in stages:
+        if strategy.num_replicas != group.num_replicas:
+            text = f"{strategy.num_replicas} where {first} has {group.num_replicas}: stages hand "
+            text += "their rows on, so all need the same"
             raise InvalidInputError.at(f"{place}.training_strategy.num_replicas", text)
-        if own != group:
+        if strategy != group:
             text = f"differs from that of {first}: stages that are replicated are replicated alike"
             raise InvalidInputError.at(f"{place}.training_strategy", text)
     if group.options.inner not in (None, Local()):
@@ -173,29 +173,29 @@ def _within(
     """Return `whole` with all subgraphs' strategies nested in it. current: the innermost so far."""
     for sub in graph.subgraphs:
         place = f"{path}.subgraphs.{sub.id}"
-        own = sub.graph.training_strategy
+        wanted = sub.graph.training_strategy
         inner = current
-        if own is not None and own != current:
+        if wanted is not None and wanted != current:
             if isinstance(current, ModelParallel):
-                text = f"{describe(own)} cannot be a stage, which is a part of the model around "
+                text = f"{describe(wanted)} cannot be a stage, which is a part of the model around "
                 text += "it; DataParallel can, whose replicas are of that part"
                 raise InvalidInputError.at(f"{place}.training_strategy", text)
-            _must_hold_all(sub, root, place, own, current)
-            whole = _nested(whole, own, place)
-            inner = own
+            _must_hold_all(sub, root, place, wanted, current)
+            whole = _nested(whole, wanted, place)
+            inner = wanted
         whole = _within(whole, inner, sub.graph, root, place)
     return whole
 
 
 def _must_hold_all(
-    sub: SubgraphSpec, root: GraphSpec, place: str, own: Strategy, outer: Strategy
+    sub: SubgraphSpec, root: GraphSpec, place: str, new: Strategy, outer: Strategy
 ) -> None:
     inside = {id(node) for node in _trained(sub.graph)}
     outside = [node.id for node in _trained(root) if id(node) not in inside]
     if outside:
         raise InvalidInputError.at(
             f"{place}.training_strategy",
-            f"{describe(own)} differs from {describe(outer)} around it, and the subgraph does not "
+            f"{describe(new)} differs from {describe(outer)} around it, and the subgraph does not "
             f"hold all that is trained: {', '.join(map(repr, outside))} is outside",
         )
 
@@ -206,20 +206,20 @@ def _trained(graph: GraphSpec) -> Iterator[NodeSpec]:
         yield from _trained(sub.graph)
 
 
-def _nested(whole: Strategy, own: Strategy, place: str) -> Strategy:
-    """Return `whole` with `own` nested at its innermost level; unchanged if it is there already."""
+def _nested(whole: Strategy, new: Strategy, place: str) -> Strategy:
+    """Return `whole` with `new` nested at its innermost level; unchanged if it is there already."""
     if isinstance(whole, Local):
-        return own
+        return new
     options: Any = whole.options
     if not hasattr(options, "inner"):
-        message = f"{describe(own)} cannot run inside {describe(whole)}, which holds no other one"
+        message = f"{describe(new)} cannot run inside {describe(whole)}, which holds no other one"
         raise InvalidInputError.at(f"{place}.training_strategy", message)
-    if options.inner == own:
+    if options.inner == new:
         return whole  # said twice: in the graph and in the strategy
-    if isinstance(whole, DataParallel) and isinstance(own, DataParallel):
+    if isinstance(whole, DataParallel) and isinstance(new, DataParallel):
         message = (
-            f"{describe(own)} inside {describe(whole)} is one flat strategy; give it as "
+            f"{describe(new)} inside {describe(whole)} is one flat strategy; give it as "
             "strategy.options.inner, or as the num_replicas of the strategy around"
         )
         raise InvalidInputError.at(f"{place}.training_strategy", message)
-    return _around(whole, own if options.inner is None else _nested(options.inner, own, place))
+    return _around(whole, new if options.inner is None else _nested(options.inner, new, place))

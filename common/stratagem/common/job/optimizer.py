@@ -197,22 +197,22 @@ def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
 def _check_rule(rule: UpdateRuleSpec, path: str) -> Iterator[Violation]:
     if rule.name is not None and rule.name.lower() not in KEYWORDS:
         yield Violation(f"{path}.name", not_one_of(rule.name, sorted(KEYWORDS)))
-    own = [field for field in type(rule).model_fields if field != "kwargs"]
-    yield from _check_keywords(rule.name, rule.kwargs, path, own)
+    fields = [field for field in type(rule).model_fields if field != "kwargs"]
+    yield from _check_keywords(rule.name, rule.kwargs, path, fields)
 
 
 def _check_keywords(
-    name: str | None, kwargs: Mapping[str, Any], path: str, own: Sequence[str] = ()
+    name: str | None, kwargs: Mapping[str, Any], path: str, fields: Sequence[str] = ()
 ) -> Iterator[Violation]:
     """Yield an error for each keyword that the optimizer does not take, and each value of a wrong
-    type. own: further keys that the section itself has."""
-    known = KEYWORDS.get((name or "").lower())
+    type. fields: further keys that the section itself has."""
+    keywords = KEYWORDS.get((name or "").lower())
     for key, value in kwargs.items():
-        if known is not None and key not in known:
-            allowed = ", ".join(sorted(known))
-            text = f"{value!r}, but {name} takes no {key!r}{suggest(key, (*known, *own))}"
+        if keywords is not None and key not in keywords:
+            allowed = ", ".join(sorted(keywords))
+            text = f"{value!r}, but {name} takes no {key!r}{suggest(key, (*keywords, *fields))}"
             yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")
-        elif known is not None and (why := why_no_value((name or "").lower(), key, value)):
+        elif keywords is not None and (why := why_no_value((name or "").lower(), key, value)):
             yield Violation(f"{path}.{key}", why)
 
 
@@ -220,11 +220,11 @@ def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, int]]) -> None
     """Raise InvalidInputError if a group matches none of the model's trained parameters. params:
     names and numbers of dimensions, of the whole model; a member of a pipeline may have none of
     some groups."""
-    known = list(params)
-    held = {spec.group_of(name, num_dims) for name, num_dims in known}
+    parameters = list(params)
+    held = {spec.group_of(name, num_dims) for name, num_dims in parameters}
     refuse(
         [
-            Violation(f"optimizer.groups[{i}]", _why_empty(spec, group, known))
+            Violation(f"optimizer.groups[{i}]", _why_empty(spec, group, parameters))
             for i, group in enumerate(spec.groups or ())
             if group.name not in held
         ]
@@ -236,10 +236,10 @@ def _why_empty(spec: OptimizerSpec, group: GroupSpec, params: Sequence[tuple[str
     asked = [f"match {', '.join(map(repr, group.match))}"] if group.match else []
     asked += [] if group.max_dims is None else [f"max_dims {group.max_dims}"]
     text = f"{group.name!r} holds no trained parameter: {' and '.join(asked)} "
-    taken = [name for name, num_dims in params if group.holds(name, num_dims)]
-    if taken:
-        owner = next(spec.group_of(name, dims) for name, dims in params if name == taken[0])
-        return f"{text}fits {_listed(taken)}, which group {owner!r} before it holds"
+    matched = [name for name, num_dims in params if group.holds(name, num_dims)]
+    if matched:
+        owner = next(spec.group_of(name, dims) for name, dims in params if name == matched[0])
+        return f"{text}fits {_listed(matched)}, which group {owner!r} before it holds"
     return f"{text}fits none; they are {_listed([name for name, _ in params]) or 'none'}"
 
 
@@ -258,9 +258,9 @@ def _gathered(cls: type[Section], value: object) -> object:
     """Return the document of a section with its unknown keys moved into `kwargs`."""
     if not isinstance(value, Mapping):
         return value
-    own = {key: item for key, item in value.items() if key in cls.model_fields}
+    fields = {key: item for key, item in value.items() if key in cls.model_fields}
     further = {key: item for key, item in value.items() if key not in cls.model_fields}
-    given: Any = own.get("kwargs", {})
+    given: Any = fields.get("kwargs", {})
     if not isinstance(given, Mapping):
         return value
     violations = [Violation(key, "is also in kwargs") for key in further if key in given]
@@ -275,7 +275,7 @@ def _gathered(cls: type[Section], value: object) -> object:
         if key in _RESERVED
     ]
     refuse(violations)
-    return {**own, "kwargs": {**given, **further}}
+    return {**fields, "kwargs": {**given, **further}}
 
 
 # ---- Table of optimizers ----
@@ -409,8 +409,8 @@ def check_turn_parameters(turns: Sequence[TurnSpec], params: Sequence[tuple[str,
     or by two. params: names and numbers of dimensions of all trained parameters."""
     violations = []
     for place, turn in enumerate(turns):
-        if own := [(name, num_dims) for name, num_dims in params if turn.holds(name)]:
-            check_groups(turn.optimizer, own)
+        if trained := [(name, num_dims) for name, num_dims in params if turn.holds(name)]:
+            check_groups(turn.optimizer, trained)
             continue
         text = f"{', '.join(map(repr, turn.params))} fits no trained parameter"
         violations.append(Violation(f"turns[{place}].params", text))

@@ -135,9 +135,9 @@ STREAM: Final[Table] = (
         "epochs": "is not allowed with a stream of rows (data.streams), whose length is not known; "
         "set steps instead",
         **{
-            f"at {each}: {each}.unit is epoch": f"'{{{each}}}' is not allowed with a stream of "
+            f"at {field}: {field}.unit is epoch": f"'{{{field}}}' is not allowed with a stream of "
             "rows (data.streams); count in steps"
-            for each in ("evaluation.every", "checkpoint.every")
+            for field in ("evaluation.every", "checkpoint.every")
         },
         "evaluation.split is train": "'train' is a stream of rows (data.streams); what is "
         "evaluated must have a len()",

@@ -200,11 +200,11 @@ class EvaluationSpec(Section):
         """Return why no evaluation measures a metric of this name; "" if one does."""
         if metric in (*self.metrics, "loss"):
             return ""
-        own = next((n for n in self.metrics if ":" in n and metric.startswith(f"{n}.")), None)
-        if own is None:
-            known = ", ".join(dict.fromkeys((*self.metrics, "loss")))
-            return f"{metric!r} is not measured; one of {known}"
-        if any(key.isdecimal() for key in metric.removeprefix(own).split(".")):
+        function = next((n for n in self.metrics if ":" in n and metric.startswith(f"{n}.")), None)
+        if function is None:
+            names = ", ".join(dict.fromkeys((*self.metrics, "loss")))
+            return f"{metric!r} is not measured; one of {names}"
+        if any(key.isdecimal() for key in metric.removeprefix(function).split(".")):
             return f"{metric!r} is an entry of a vector; a mapping gives its values names"
         return ""
 

@@ -136,10 +136,9 @@ def effective_strategy(
 
 
 def _absent(graph: GraphSpec, path: str, part: str) -> GraphSpec:
-    known = [subgraph.id for subgraph in graph.subgraphs]
+    ids = [subgraph.id for subgraph in graph.subgraphs]
     raise NotFoundError(
-        f"subgraph {path}: no {part!r} among {', '.join(known) or 'no subgraphs'}"
-        f"{suggest(part, known)}"
+        f"subgraph {path}: no {part!r} among {', '.join(ids) or 'no subgraphs'}{suggest(part, ids)}"
     )
 
 
@@ -159,10 +158,10 @@ def _unknown_ends(graph: GraphSpec) -> list[Violation]:
         named += [(f"edges[{i}].source", edge.source), (f"edges[{i}].target", edge.target)]
     for group, ids in (("inputs", graph.inputs), ("outputs", graph.outputs)):
         named += [(f"{group}[{i}]", node) for i, node in enumerate(ids)]
-    known = set(graph.node_ids())
-    unknown = [(field, name) for field, name in named if name not in known]
+    node_ids = set(graph.node_ids())
+    unknown = [(field, name) for field, name in named if name not in node_ids]
     # The search for a similar name among thousands would take a while.
-    similar = sorted(known) if len(known) * len(unknown) < MAX_COMPARED else []
+    similar = sorted(node_ids) if len(node_ids) * len(unknown) < MAX_COMPARED else []
     return [
         Violation(field, f"{name!r} is not a node of this graph{suggest(name, similar)}")
         for field, name in unknown[:MAX_VIOLATIONS]
@@ -198,21 +197,21 @@ def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
             if not num_missing[target]:
                 heappush(ready, (position[target], target))
     done = set(order)
-    left = {
+    unsorted = {
         node: [source for source in feeding if source not in done]
         for node, feeding in sources.items()
         if node not in done
     }
-    return order, left
+    return order, unsorted
 
 
 def _cycle(graph: GraphSpec) -> Sequence[str]:
     """Return the ids along one cycle, the first repeated at the end; empty if there is none."""
-    left = _sorted_ids(graph)[1]
-    if not left:
+    unsorted = _sorted_ids(graph)[1]
+    if not unsorted:
         return ()
     # each remaining node has a remaining source, so going backwards must come round
-    path = [next(iter(left))]
-    while (source := left[path[-1]][0]) not in path:
+    path = [next(iter(unsorted))]
+    while (source := unsorted[path[-1]][0]) not in path:
         path.append(source)
     return [source, *reversed(path[path.index(source) :])]

@@ -117,8 +117,8 @@ def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[
 
 
 def _suggestion(names: Sequence[str], wrong: str) -> str:
-    known = list(dict.fromkeys(name.partition("/")[0] for name in names))
-    return f"known are: {', '.join(known)}{suggest(wrong, known)}"
+    tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    return f"known are: {', '.join(tops)}{suggest(wrong, tops)}"
 
 
 def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[set[int]]:
@@ -139,20 +139,20 @@ def _ordered(
     first: dict[int, int] = {}
     for position, call in enumerate(program.calls):
         first.setdefault(owner[call.node], position)
-    left = set(range(len(needs)))
+    waiting = set(range(len(needs)))
     order: list[int] = []
-    while left:
-        ready = [node for node in left if not needs[node] & left]
+    while waiting:
+        ready = [node for node in waiting if not needs[node] & waiting]
         if not ready:
-            raise InvalidInputError.at("partitions", _ring(needs, left))
+            raise InvalidInputError.at("partitions", _ring(needs, waiting))
         order.append(min(ready, key=first.__getitem__))
-        left.remove(order[-1])
+        waiting.remove(order[-1])
     return order
 
 
-def _ring(needs: Sequence[set[int]], left: set[int]) -> str:
-    path = [min(left)]
-    while (source := min(needs[path[-1]] & left)) not in path:
+def _ring(needs: Sequence[set[int]], waiting: set[int]) -> str:
+    path = [min(waiting)]
+    while (source := min(needs[path[-1]] & waiting)) not in path:
         path.append(source)
     names = [f"partitions[{i}]" for i in [*path[path.index(source) :], source]]
     return (

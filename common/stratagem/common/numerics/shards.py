@@ -78,12 +78,12 @@ def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def parent(left: Node, right: Node, n: int) -> Node | None:
+def parent(low: Node, high: Node, n: int) -> Node | None:
     """Return the node of the tree over [0, n) with these two children; None if there is none."""
-    candidate = Node(left.first, right.stop)
-    if left.stop != right.first or tree_nodes(range(*candidate), n) != (candidate,):
+    candidate = Node(low.first, high.stop)
+    if low.stop != high.first or tree_nodes(range(*candidate), n) != (candidate,):
         return None
-    return candidate if split_node(candidate) == (left, right) else None
+    return candidate if split_node(candidate) == (low, high) else None
 
 
 def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
@@ -97,8 +97,8 @@ def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
             return partials[node]
         if node.stop - node.first < 2:
             raise ValueError(f"no partial sum holds shard {node.first} of {n}")
-        left, right = split_node(node)
-        return add(value(left), value(right))
+        low, high = split_node(node)
+        return add(value(low), value(high))
 
     return value(Node(0, n))
 

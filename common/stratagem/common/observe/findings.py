@@ -152,20 +152,20 @@ def certificate(about: str, environment: types_pb2.Environment, now_s: float) ->
     if not environment.certificate_expires_s:
         return
     left_s = environment.certificate_expires_s - now_s
-    found = f"{environment.certificate}, expires in {left_s / 86_400:.0f} days"
+    text = f"{environment.certificate}, expires in {left_s / 86_400:.0f} days"
     if left_s > EXPIRES_SOON_S:
-        yield Finding("certificate", about, Level.OK, found)
+        yield Finding("certificate", about, Level.OK, text)
         return
     advice = (
         "renew what is named: a certificate, or an authority and then what it has signed, and "
         "write it to the same files; processes read them again by themselves"
     )
     if left_s > 0:
-        yield Finding("certificate", about, Level.WARN, found, advice)
+        yield Finding("certificate", about, Level.WARN, text, advice)
         return
     when = datetime.fromtimestamp(environment.certificate_expires_s, UTC)
-    found = f"{environment.certificate}, has expired at {when:%Y-%m-%d %H:%M} UTC"
-    yield Finding("certificate", about, Level.FAIL, found, advice)
+    text = f"{environment.certificate}, has expired at {when:%Y-%m-%d %H:%M} UTC"
+    yield Finding("certificate", about, Level.FAIL, text, advice)
 
 
 def limits(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
@@ -193,24 +193,24 @@ def disk(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
     if not environment.data_dir:
         return
     free, total = environment.data_free_bytes, environment.data_total_bytes
-    found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free at {environment.data_dir}"
+    text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free at {environment.data_dir}"
     if free > LOW_DISK_BYTES and free > LOW_DISK_SHARE * total:
-        yield Finding("disk", about, Level.OK, found)
+        yield Finding("disk", about, Level.OK, text)
     else:
         advice = (
             "make room, delete runs, or move --data-dir: a journal that is full ends the process"
         )
-        yield Finding("disk", about, Level.WARN, found, advice)
+        yield Finding("disk", about, Level.WARN, text, advice)
     if not environment.fsync_s:
         advice = "the process must be able to write there"
         yield Finding("fsync", about, Level.FAIL, "cannot write to --data-dir", advice)
         return
-    found = f"{1e3 * environment.fsync_s:.2f} ms to have 4 KiB on the disk"
+    text = f"{1e3 * environment.fsync_s:.2f} ms to have 4 KiB on the disk"
     if environment.fsync_s <= SLOW_FSYNC_S:
-        yield Finding("fsync", about, Level.OK, found)
+        yield Finding("fsync", about, Level.OK, text)
     else:
         advice = "each decision waits for it: give --data-dir a local disk that is not shared"
-        yield Finding("fsync", about, Level.WARN, found, advice)
+        yield Finding("fsync", about, Level.WARN, text, advice)
 
 
 def torch(
@@ -220,22 +220,22 @@ def torch(
     is_cuda = capability.device.startswith("cuda")
     backends = ", ".join(environment.backends) or "none"
     devices = ", ".join(environment.cuda_devices) or "none"
-    found = f"{capability.device}, {capability.num_threads} threads; backends {backends}; "
-    found += f"CUDA devices {devices}"
+    text = f"{capability.device}, {capability.num_threads} threads; backends {backends}; "
+    text += f"CUDA devices {devices}"
     needed = "nccl" if is_cuda else "gloo"
     if needed in environment.backends:
-        yield Finding("torch", name, Level.OK, found)
+        yield Finding("torch", name, Level.OK, text)
     else:
         advice = f"torch was built without {needed}: workers exchange over gRPC, which is slower"
-        yield Finding("torch", name, Level.WARN, found, advice)
+        yield Finding("torch", name, Level.WARN, text, advice)
     if environment.cuda_devices and not is_cuda:
         advice = "start it with --device cuda:N to train on it"
         yield Finding("device", name, Level.WARN, f"trains on the CPU, and has {devices}", advice)
     free = environment.shared_memory_bytes
     if free < LOW_SHARED_MEMORY_BYTES:
         advice = "ours needs none, but torch's data loaders do: compose's shm_size, an emptyDir"
-        found = f"{free / 2**20:.0f} MiB free in /dev/shm"
-        yield Finding("shared memory", name, Level.WARN, found, advice)
+        text = f"{free / 2**20:.0f} MiB free in /dev/shm"
+        yield Finding("shared memory", name, Level.WARN, text, advice)
 
 
 def states(
@@ -261,24 +261,24 @@ def states(
 def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:
     """Return a finding on a process's clock. offset_s: the coordinator's time minus that of
     `about`."""
-    found = f"{abs(offset_s):.3f} s {'behind' if offset_s > 0 else 'ahead of'} the coordinator's"
-    found += f" (± {round_trip_s / 2:.3f} s)"
+    text = f"{abs(offset_s):.3f} s {'behind' if offset_s > 0 else 'ahead of'} the coordinator's"
+    text += f" (± {round_trip_s / 2:.3f} s)"
     if abs(offset_s) <= SKEW_S + round_trip_s:
-        return Finding("clock", about, Level.OK, found)
+        return Finding("clock", about, Level.OK, text)
     advice = (
         "keep the clocks together (chrony, systemd-timesyncd): nothing is decided by them, but "
         "times in logs and traces, and certificates, are judged by them"
     )
-    return Finding("clock", about, Level.WARN, found, advice)
+    return Finding("clock", about, Level.WARN, text, advice)
 
 
 def connection(address: str, round_trip_s: float, term: int) -> Finding:
     """Return a finding on the latency of a coordinator that has answered."""
-    found = f"answers in {1e3 * round_trip_s:.1f} ms, term {term}, protocol {PROTOCOL_VERSION}"
+    text = f"answers in {1e3 * round_trip_s:.1f} ms, term {term}, protocol {PROTOCOL_VERSION}"
     if round_trip_s <= SLOW_ROUND_TRIP_S:
-        return Finding("connection", address, Level.OK, found)
+        return Finding("connection", address, Level.OK, text)
     advice = "its event loop or the network is slow: look at stratagem_event_loop_lag_seconds"
-    return Finding("connection", address, Level.WARN, found, advice)
+    return Finding("connection", address, Level.WARN, text, advice)
 
 
 def versions(processes: Mapping[str, types_pb2.Environment]) -> Iterator[Finding]:
@@ -302,11 +302,11 @@ def agreement(
             if environment.packages.get(package):
                 by_version.setdefault(environment.packages[package], []).append(name)
         if len(by_version) == 1:
-            (found,) = by_version
-            yield Finding("versions", package, Level.OK, found)
+            (one_version,) = by_version
+            yield Finding("versions", package, Level.OK, one_version)
         elif by_version:
-            told = "; ".join(f"{version}: {', '.join(who)}" for version, who in by_version.items())
-            yield Finding("versions", package, level, told, advice)
+            text = "; ".join(f"{version}: {', '.join(who)}" for version, who in by_version.items())
+            yield Finding("versions", package, level, text, advice)
 
 
 def advice_on(error: StratagemError) -> str:

@@ -15,12 +15,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 def provider_of(process: str, name: str) -> TracerProvider:
     """Make the tracer provider of this process; spans name its kind (coordinator, worker, client)
     and its name."""
-    told = {SERVICE_VERSION: version("stratagem")}
+    attributes = {SERVICE_VERSION: version("stratagem")}
     if "OTEL_SERVICE_NAME" not in os.environ:
-        told[SERVICE_NAME] = f"stratagem-{process}"
+        attributes[SERVICE_NAME] = f"stratagem-{process}"
     if name:
-        told[SERVICE_INSTANCE_ID] = name
+        attributes[SERVICE_INSTANCE_ID] = name
     # Stopped by `tracing.stop`, which waits for a bounded time; at exit it would be 30 s.
-    provider = TracerProvider(resource=Resource.create(dict(told)), shutdown_on_exit=False)
+    provider = TracerProvider(resource=Resource.create(dict(attributes)), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider

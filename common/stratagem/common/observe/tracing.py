@@ -182,8 +182,8 @@ class Served:
 
 
 def _named(attributes: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    told = {key: value for key, value in attributes.items() if value is not None and value != ""}
-    return {_PREFIX + key: value for key, value in told.items()}
+    given = {key: value for key, value in attributes.items() if value is not None and value != ""}
+    return {_PREFIX + key: value for key, value in given.items()}
 
 
 def _context_of(parent: str) -> Any:

@@ -222,21 +222,21 @@ def dropped_pair_key(
 ) -> bytes:
     """Derive the key of the mask between a dropped-out client and another one, from the private
     mask key that the holders have revealed."""
-    own = X25519PrivateKey.from_private_bytes(private_key)
-    own_public = own.public_key().public_bytes_raw()
-    return pair_mask_key(of_round, (dropped, own), (other, mask_key), own_public)
+    key = X25519PrivateKey.from_private_bytes(private_key)
+    own_public = key.public_key().public_bytes_raw()
+    return pair_mask_key(of_round, (dropped, key), (other, mask_key), own_public)
 
 
 def pair_mask_key(
     of_round: SecureRound,
-    own: tuple[int, X25519PrivateKey],
+    owner: tuple[int, X25519PrivateKey],
     other: tuple[int, bytes],
     own_public: bytes,
 ) -> bytes:
     """Derive the key of the mask that two clients share; it is the same from either side."""
-    ends = sorted([(own[0], own_public), other])
+    ends = sorted([(owner[0], own_public), other])
     parts = [part for end in ends for part in end]
-    return hkdf(_exchanged(own[1], other[1]), of_round.transcript("pair mask", *parts))
+    return hkdf(_exchanged(owner[1], other[1]), of_round.transcript("pair mask", *parts))
 
 
 def public_of(private_key: bytes) -> bytes:
@@ -249,10 +249,10 @@ def hkdf(secret: bytes, info: bytes) -> bytes:
     return HKDF(SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
 
 
-def _exchanged(own: X25519PrivateKey, public_key: bytes) -> bytes:
+def _exchanged(private_key: X25519PrivateKey, public_key: bytes) -> bytes:
     """Return the X25519 shared secret. Raises InvalidInputError for a key of small order, with
     which everybody would know the secret."""
     try:
-        return own.exchange(X25519PublicKey.from_public_bytes(public_key))
+        return private_key.exchange(X25519PublicKey.from_public_bytes(public_key))
     except ValueError:
         raise InvalidInputError("a public key is not one of X25519") from None

@@ -45,19 +45,19 @@ class ThreadChoice:
 def threads_told(environ: Mapping[str, str]) -> ThreadChoice | None:
     """Return the number of threads set in the environment, the smaller one of two variables, since
     torch knows one number for both; None if none is set that OpenMP accepts."""
-    told = [
+    choices = [
         ThreadChoice(number, name)
         for name in VARIABLES
         if (number := _first_number(environ.get(name, "")))
     ]
-    return min(told, key=lambda choice: choice.number, default=None)
+    return min(choices, key=lambda choice: choice.number, default=None)
 
 
 def default_threads(environ: Mapping[str, str]) -> int:
     """Return the default number of threads: the one set in the environment, else the number of
     cores that this process may use."""
-    told = threads_told(environ)
-    return available_cores() if told is None else told.number
+    choice = threads_told(environ)
+    return available_cores() if choice is None else choice.number
 
 
 def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
@@ -73,9 +73,9 @@ def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
 def wait_passively() -> str:
     """Set the variables of `passive_waiting` in this process; return a sentence for the log."""
     added = passive_waiting(os.environ)
-    own = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
+    settings = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
     os.environ.update(added)
-    return "OpenMP waits passively" if added else f"OpenMP waits as told, {', '.join(own)}"
+    return "OpenMP waits passively" if added else f"OpenMP waits as told, {', '.join(settings)}"
 
 
 def bound_cores() -> int:
@@ -120,17 +120,17 @@ def _folders(own_groups: Path, root: Path) -> Iterator[Path]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         relative = PurePosixPath(path.lstrip("/"))
-        yield from (home / each for each in (relative, *relative.parents))
+        yield from (home / group for group in (relative, *relative.parents))
 
 
 def _quotas(folder: Path) -> Iterator[float]:
     """Yield the CPU limit of one control group in cores, from cgroup v1 or v2."""
-    told = _numbers(folder / "cpu.max") or [
+    numbers = _numbers(folder / "cpu.max") or [
         *_numbers(folder / "cpu.cfs_quota_us"),
         *_numbers(folder / "cpu.cfs_period_us"),
     ]
-    if len(told) == 2 and min(told) > 0:
-        yield told[0] / told[1]
+    if len(numbers) == 2 and min(numbers) > 0:
+        yield numbers[0] / numbers[1]
 
 
 def _numbers(file: Path) -> list[float]:

@@ -143,11 +143,11 @@ def _is_due(descriptor: int, path: Path) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink == 0:  # another process died at it meanwhile
             return False
-        left = int(file.read().strip() or "0")
-        if left == 0:
+        countdown = int(file.read().strip() or "0")
+        if countdown == 0:
             path.unlink()
             return True
         file.seek(0)
         file.truncate()
-        file.write(str(left - 1))
+        file.write(str(countdown - 1))
         return False

@@ -58,9 +58,9 @@ def give_back() -> None:
 def _tuned() -> str:
     if os.environ.get(SWITCH, "").lower() == "off":
         return f"malloc: left alone, {SWITCH}=off"
-    own = sorted(name for name in os.environ if name.startswith("MALLOC_") or name == "LD_PRELOAD")
-    if own:
-        return f"malloc: left alone, {', '.join(own)} set by the operator"
+    keys = sorted(name for name in os.environ if name.startswith("MALLOC_") or name == "LD_PRELOAD")
+    if keys:
+        return f"malloc: left alone, {', '.join(keys)} set by the operator"
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return "malloc: left alone, this C library has no mallopt"
@@ -156,8 +156,8 @@ def remove_temporary(place: Path | None = None) -> None:
     place: the temporary directory unless given, and /tmp, which holds sockets if the former's name
     is too long for them.
     """
-    for each in {Path(tempfile.gettempdir()), Path("/tmp")} if place is None else {place}:
-        remove_abandoned(each, machine_prefix())
+    for folder in {Path(tempfile.gettempdir()), Path("/tmp")} if place is None else {place}:
+        remove_abandoned(folder, machine_prefix())
 
 
 def remove_tree(path: Path) -> None:
@@ -201,6 +201,6 @@ def told(program: str, error: ValidationError) -> str:
         cause = detail.get("ctx", {}).get("error")
         text = detail["msg"].removeprefix("Value error, ")
         if isinstance(cause, InvalidInputError) and cause.violations:
-            text = "; ".join(each.message for each in cause.violations)  # the flag is their field
+            text = "; ".join(fault.message for fault in cause.violations)  # the flag is their field
         lines.append(f"{program}: {flag(where)}: {text}" if where else f"{program}: {text}")
     return "\n".join(lines)

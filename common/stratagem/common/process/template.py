@@ -370,8 +370,8 @@ class _Template:
         argv = json.loads(message)["argv"]
         if argv[0] != "-m":
             return False
-        own = {module for module in self._modules if module.startswith(f"{argv[1]}.")}
-        return bool(own) and own.isdisjoint(self._missing)
+        modules = {module for module in self._modules if module.startswith(f"{argv[1]}.")}
+        return bool(modules) and modules.isdisjoint(self._missing)
 
     def _serve_one(self) -> tuple[bool, ForkProgram | None]:
         """Fork the next program. Return (whether `serve` must return, the program if this is the

@@ -143,7 +143,7 @@ def open_channel(
         ("grpc.use_local_subchannel_pool", int(own_connection)),
         *((("grpc.http_proxy", proxy),) if proxy else ()),
     ]
-    shown = f"worker {to_worker}" if address.startswith("unix:") else address
+    name = f"worker {to_worker}" if address.startswith("unix:") else address
     token = None
     if proof.token_file is not None:
         if proof.tls is None and not is_loopback(address.rpartition(":")[0]):
@@ -154,13 +154,13 @@ def open_channel(
         token.metadata()
     if proof.tls is None:
         plain = grpc.aio.insecure_channel(address, options=options)
-        return _ProtocolChannel(shown, plain, token)
+        return _ProtocolChannel(name, plain, token)
     files = FreshFiles(proof.tls)
     if to_worker is not None:
         cert_id = files.material.cert_id
         trust_domain = DEFAULT_TRUST_DOMAIN if cert_id is None else cert_id.trust_domain
         options.append(("grpc.ssl_target_name_override", worker_name(trust_domain, to_worker)))
-    return _ProtocolChannel(shown, _RenewedChannel(address, files, options), token)
+    return _ProtocolChannel(name, _RenewedChannel(address, files, options), token)
 
 
 def _shallow_options(address: str) -> Options:
@@ -233,8 +233,8 @@ class _ProtocolChannel(DelegatingChannel):
     """A channel that adds protocol version, token and trace to the metadata of each call, and
     raises UnavailableError once it is closed."""
 
-    def __init__(self, shown: str, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
-        self._shown, self._inner, self._token = shown, inner, token
+    def __init__(self, name: str, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
+        self._name, self._inner, self._token = name, inner, token
 
     def _present(self) -> grpc.aio.Channel:
         return self._inner
@@ -247,11 +247,11 @@ class _ProtocolChannel(DelegatingChannel):
 
         def call(*args: Any, metadata: Any = (), **kwargs: Any) -> Any:
             token = () if self._token is None else self._token.metadata()
-            told = (*(metadata or ()), *_PROTOCOL, *token, *tracing.outgoing())
+            sent = (*(metadata or ()), *_PROTOCOL, *token, *tracing.outgoing())
             try:
-                return inner(*args, metadata=told, **kwargs)
+                return inner(*args, metadata=sent, **kwargs)
             except grpc.aio.UsageError:  # closed: the other side is gone
-                raise UnavailableError(f"the channel to {self._shown} is closed") from None
+                raise UnavailableError(f"the channel to {self._name} is closed") from None
 
         return call
 

@@ -138,8 +138,8 @@ def proxy_for(address: str, url: str = "") -> HttpProxy | None:
 def _parsed(url: str) -> HttpProxy:
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-        shown = url.rpartition("@")[2][:80]  # never the password
-        raise ValueError(f"{shown!r} is not http://[USER:PASSWORD@]HOST:PORT")
+        address = url.rpartition("@")[2][:80]  # never the password
+        raise ValueError(f"{address!r} is not http://[USER:PASSWORD@]HOST:PORT")
     if parts.port is None:
         raise ValueError(f"{parts.hostname} has no port: give http://{parts.hostname}:PORT")
     return HttpProxy(parts.hostname, parts.port, unquote(parts.netloc.rpartition("@")[0]))

@@ -154,9 +154,9 @@ def from_rpc_error(error: grpc.RpcError) -> StratagemError:
     details = _details(error)
     kind = _BY_NAME.get(details.info.reason) if details.info.domain == _DOMAIN else None
     if kind is UserCodeError:
-        told = {key: shown(value) for key, value in details.info.metadata.items()}
+        fields = {key: shown(value) for key, value in details.info.metadata.items()}
         keys = ("type", "message", "worker_id", "activity")
-        kind_, said, worker_id, activity = (told.get(key, "") for key in keys)
+        kind_, said, worker_id, activity = (fields.get(key, "") for key in keys)
         return UserCodeError(kind_, said, "", worker_id, activity)
     if kind is StandbyError:
         return StandbyError(message, details.info.metadata["leader"])

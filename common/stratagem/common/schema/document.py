@@ -231,22 +231,22 @@ class DocumentValue(metaclass=_MadeInCode):
 
 def _said(error: ValidationError, cls: type, document: JSON = None) -> InvalidInputError:
     """Convert a pydantic error to InvalidInputError, with violations in the document's order."""
-    found = to_invalid_input(error, cls).violations
-    return InvalidInputError(violations=in_order(found, document))
+    violations = to_invalid_input(error, cls).violations
+    return InvalidInputError(violations=in_order(violations, document))
 
 
 def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str, str]]:
     """Yield the path of each key of the document that was ignored, and a hint at the field that may
     be meant."""
     if isinstance(value, list) and isinstance(made, tuple):
-        for i, (item, own) in enumerate(zip(value, made, strict=True)):
-            yield from _ignored_keys(item, own, f"{path}[{i}]")
+        for i, (item, inner) in enumerate(zip(value, made, strict=True)):
+            yield from _ignored_keys(item, inner, f"{path}[{i}]")
     if not isinstance(value, Mapping) or not isinstance(made, Section | DocumentValue):
         return
     fields = type(made).__pydantic_fields__
     if not value.keys() & fields.keys():
         return  # a form of its own, such as {Tag: gpu}
-    if any(value.get(tag, own) != own for tag, own in _tags(made)):
+    if any(value.get(tag, name) != name for tag, name in _tags(made)):
         return  # written in another form since it was read: its keys are those of another class
     for key, inside in value.items():
         if key in fields:
@@ -257,7 +257,7 @@ def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str,
 
 def _tags(made: object) -> Iterator[tuple[str, object]]:
     """Yield the field that holds the class name in the document (its tag), and that name."""
-    return ((key, own) for key, own in vars(made).items() if key in ("type", "method"))
+    return ((key, name) for key, name in vars(made).items() if key in ("type", "method"))
 
 
 class NoOptions(DocumentValue, is_extras=True):

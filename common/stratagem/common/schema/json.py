@@ -175,30 +175,30 @@ def _places(path: str, value: JSON) -> Iterator[int]:
         path, value = path.removeprefix("."), inside
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
+def closest(word: str, names: Iterable[str]) -> str | None:
     """Return the known name that is close to a word; None if there is none."""
-    by_lower = {name.lower(): name for name in known}
+    by_lower = {name.lower(): name for name in names}
     close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, names: Iterable[str]) -> str:
     """Return "; did you mean X?" if a known name is close to the word, else ""."""
-    name = closest(word, known)
+    name = closest(word, names)
     return "" if name is None else f"; did you mean {name}?"
 
 
-def not_one_of(value: object, known: Iterable[str]) -> str:
+def not_one_of(value: object, choices: Iterable[str]) -> str:
     """Return the error message for a value that is not among the known names."""
-    names = tuple(known)
+    names = tuple(choices)
     hint = suggest(value, names) if isinstance(value, str) else ""
     return f"{value!r} is not one of {', '.join(names)}{hint}"
 
 
-def unknown_key(key: str, known: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
+def unknown_key(key: str, keys: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
     """Return the error message for an unknown key of a document. elsewhere: paths in other sections
     that have such a key; an exact match there is suggested before a similar name here."""
-    names = tuple(known)
+    names = tuple(keys)
     there = f"; did you mean {' or '.join(elsewhere[:_MAX_PATHS])}?" if elsewhere else ""
     is_exact = any(path.endswith(f".{key}") for path in elsewhere)
     hint = there if is_exact else suggest(key, names) or there

@@ -55,7 +55,7 @@ def to_invalid_input(error: ValidationError, cls: Any, value: object = None) -> 
     if isinstance(cause, InvalidInputError) and not details[0]["loc"] and cause.violations:
         cause.readable = cause.readable or partial(cls, value, {})
         return cause  # the class has said all about itself
-    violations = [each for one in _first_causes(details, cls) for each in _violations(one, cls)]
+    violations = [fault for one in _first_causes(details, cls) for fault in _violations(one, cls)]
     readable = partial(cls, value, _wrong_fields(details, cls))
     if readable is not None:
         violations += further(contradictions(readable), violations)
@@ -64,30 +64,30 @@ def to_invalid_input(error: ValidationError, cls: Any, value: object = None) -> 
     return invalid
 
 
-def _wrong_fields(found: Iterable[ErrorDetails], cls: Any) -> dict[str, Any]:
+def _wrong_fields(errors: Iterable[ErrorDetails], cls: Any) -> dict[str, Any]:
     """Return the invalid fields of a class, each with its readable part or UNREAD, including fields
     that a misspelt key was meant for."""
     wrong: dict[str, Any] = {}
-    for each in found:
-        name = _meant(each, cls) if each["loc"] else None
+    for error in errors:
+        name = _meant(error, cls) if error["loc"] else None
         if name is not None:
-            cause = each.get("ctx", {}).get("error")
-            is_item = any(isinstance(part, int) for part in each["loc"])
+            cause = error.get("ctx", {}).get("error")
+            is_item = any(isinstance(part, int) for part in error["loc"])
             readable = getattr(cause, "readable", None)
             is_whole = readable is not None and not is_item and name not in wrong
             wrong[name] = readable if is_whole else UNREAD
     return wrong
 
 
-def _first_causes(found: list[ErrorDetails], cls: Any) -> Iterator[ErrorDetails]:
+def _first_causes(errors: list[ErrorDetails], cls: Any) -> Iterator[ErrorDetails]:
     """Yield the errors without their consequences: a field that is missing because its key is
     misspelt, or a list that seems too short because pydantic does not count its invalid items."""
-    holders = {each["loc"][:i] for each in found for i in range(len(each["loc"]))}
-    meant = {_meant(each, cls) for each in found if each["type"] == "extra_forbidden"}
-    for each in found:
-        is_short = each["type"] == "too_short" and each["loc"] in holders
-        if not is_short and not (each["type"] == "missing" and each["loc"][0] in meant):
-            yield each
+    holders = {error["loc"][:i] for error in errors for i in range(len(error["loc"]))}
+    meant = {_meant(error, cls) for error in errors if error["type"] == "extra_forbidden"}
+    for details in errors:
+        is_short = details["type"] == "too_short" and details["loc"] in holders
+        if not is_short and not (details["type"] == "missing" and details["loc"][0] in meant):
+            yield details
 
 
 def _meant(details: ErrorDetails, cls: Any) -> str | None:
@@ -122,14 +122,14 @@ def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
 
 def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
     """Return the paths in nested classes at which this key, or one that begins with it, exists."""
-    found = dict.fromkeys(
+    paths = dict.fromkeys(
         join(name, inner)
         for name, info in fields.items()
         for cls in _classes_beside(info.annotation)
         for inner in cls.__pydantic_fields__
         if inner == key or inner.startswith(f"{key}_")
     )
-    return list(found)
+    return list(paths)
 
 
 def _classes_beside(annotation: Any) -> Iterator[Any]:
@@ -159,13 +159,13 @@ def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:
 def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
     """Return the violation for a tag (the key that names an object's class) missing or unknown."""
     tags = (getattr(part, "discriminator", None) for part in metadata_of(info))
-    tag = next(each for each in tags if each is not None)
+    tag = next(candidate for candidate in tags if candidate is not None)
     value, context = details["input"], details.get("ctx", {})
     names = re.findall(r"'([^']*)'", context.get("expected_tags", "")) or _tags(info, str(tag))
     if not isinstance(value, Mapping):
         name = closest(value, names) if isinstance(value, str) else None
         kinds = {
-            each.__pydantic_fields__[str(tag)].default: each for each in _classes(info.annotation)
+            cls.__pydantic_fields__[str(tag)].default: cls for cls in _classes(info.annotation)
         }
         example = written(example_of(kinds[name or names[0]]))
         return Violation(path, f"{_short(value)} is not a mapping such as {example}")
@@ -199,8 +199,8 @@ def _sentence(details: ErrorDetails, info: FieldInfo | None) -> str:
         written = list(value) if isinstance(value, tuple) else value
         return f"{written!r} is not allowed; must not be empty"
     if kind in ("literal_error", "enum"):
-        known = re.findall(r"'[^']*'|\d+", context["expected"])
-        return not_one_of(value, [each.strip("'") for each in known])
+        quoted = re.findall(r"'[^']*'|\d+", context["expected"])
+        return not_one_of(value, [name.strip("'") for name in quoted])
     return f"{_short(value)} is not allowed: {details['msg'].lower()}"
 
 

@@ -63,11 +63,11 @@ def found_by(
             continue
 
 
-def further(found: Iterable[Violation], known: Iterable[Violation]) -> list[Violation]:
+def further(violations: Iterable[Violation], earlier: Iterable[Violation]) -> list[Violation]:
     """Return the violations of fields without a known violation, because others may only be its
     consequences."""
-    fields = {each.field for each in known}
-    return [each for each in found if each.field not in fields]
+    fields = {violation.field for violation in earlier}
+    return [violation for violation in violations if violation.field not in fields]
 
 
 def differing(made: object, default: object, names: Iterable[str]) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _rules_of(cls: Any) -> tuple[str, ...]:
     classes = reversed(cls.__mro__)
     return tuple(
         dict.fromkeys(
-            name for each in classes for name, value in vars(each).items() if hasattr(value, _MARK)
+            name for base in classes for name, value in vars(base).items() if hasattr(value, _MARK)
         )
     )
 
@@ -96,9 +96,9 @@ def partial(cls: Any, value: object, wrong: Mapping[str, Any]) -> Any:
     """
     if not isinstance(value, Mapping) or issubclass(cls, Partial):
         return None
-    kept = {key: item for key, item in value.items() if key not in wrong}
+    readable = {key: item for key, item in value.items() if key not in wrong}
     try:
-        made = partial_class(cls).__pydantic_validator__.validate_python(kept)
+        made = partial_class(cls).__pydantic_validator__.validate_python(readable)
     except ValueError:
         return None
     made.__dict__.update(wrong)

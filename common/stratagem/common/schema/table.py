@@ -102,7 +102,7 @@ def refusal_of(case: str, says: str) -> RuleRow:
 @lru_cache(maxsize=1024)
 def conditions_of(text: str) -> tuple[Condition, ...]:
     """Parse conditions that are joined by "when" and "and"."""
-    return tuple(_condition(each) for each in re.split(" when | and ", text) if each)
+    return tuple(_condition(condition) for condition in re.split(" when | and ", text) if condition)
 
 
 def _condition(text: str) -> Condition:
@@ -116,7 +116,7 @@ def _condition(text: str) -> Condition:
 
 def steps_of(path: str) -> Path:
     """Split a path into its parts; list indices and other numbers become ints."""
-    return tuple(int(each) if each.isdecimal() else each for each in _STEPS.findall(path))
+    return tuple(int(step) if step.isdecimal() else step for step in _STEPS.findall(path))
 
 
 def _choices(text: str) -> tuple[str, ...]:
@@ -130,8 +130,8 @@ def _read(
     """Parse a group of rows: return its common conditions, its parsed rows, and its rows with `[]`,
     which stay unparsed until they are applied to each list item."""
     rows = [(case, rules.says.replace("{}", text)) for case, text in rules.rows.items()]
-    plain = tuple(refusal_of(*each) for each in rows if _OF_ITEMS not in each[0])
-    return conditions_of(rules.when), plain, tuple(each for each in rows if _OF_ITEMS in each[0])
+    plain = tuple(refusal_of(*row) for row in rows if _OF_ITEMS not in row[0])
+    return conditions_of(rules.when), plain, tuple(row for row in rows if _OF_ITEMS in row[0])
 
 
 # ---- Evaluation ----

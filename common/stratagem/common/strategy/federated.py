@@ -93,8 +93,8 @@ class Ditto(DocumentValue, is_extras=True):
         try:
             return super()._read(value, read)
         except InvalidInputError as error:
-            told = [replace(each, field=each.field.removesuffix("_")) for each in error.violations]
-            raise InvalidInputError(violations=told) from None
+            fixed = [replace(item, field=item.field.removesuffix("_")) for item in error.violations]
+            raise InvalidInputError(violations=fixed) from None
 
     @classmethod
     def _write(cls, made: Any, write: Callable[[Any], dict[str, JSON]]) -> dict[str, JSON]:

@@ -347,14 +347,14 @@ def levels(strategy: Strategy, path: str = "strategy") -> Iterator[tuple[str, St
 
 def all_reduce_of(strategy: Strategy) -> str:
     """Return the all-reduce method that the strategy, or one nested in it, uses for gradients."""
-    ways = (getattr(each.options, "all_reduce", DIRECT_ALL_REDUCE) for _, each in levels(strategy))
+    ways = (getattr(item.options, "all_reduce", DIRECT_ALL_REDUCE) for _, item in levels(strategy))
     return next((way for way in ways if way != DIRECT_ALL_REDUCE), DIRECT_ALL_REDUCE)
 
 
 def num_shards_of(strategy: Strategy) -> int:
     """Return the number of logical shards that the innermost strategy cuts each batch into."""
-    replicas = (each for _, each in levels(strategy) if isinstance(each, DataParallel))
-    return next((each.num_replicas for each in replicas), 1)
+    replicas = (level for _, level in levels(strategy) if isinstance(level, DataParallel))
+    return next((level.num_replicas for level in replicas), 1)
 
 
 def local_steps_of(strategy: Strategy) -> int | None:
@@ -404,19 +404,19 @@ def are_models_apart(strategy: Strategy) -> bool:
 
 def needs_peers(strategy: Strategy) -> bool:
     """Return whether workers exchange tensors with each other, at any level of the strategy."""
-    for _, each in levels(strategy):
-        match each:
-            case ModelParallel() if not isinstance(each.communication, DataStore):
+    for _, level in levels(strategy):
+        match level:
+            case ModelParallel() if not isinstance(level.communication, DataStore):
                 return True
-            case DataParallel() if not isinstance(each.aggregation, ParameterServer):
-                if each.num_replicas > 1:
+            case DataParallel() if not isinstance(level.aggregation, ParameterServer):
+                if level.num_replicas > 1:
                     return True
     return False
 
 
 def is_cut(strategy: Strategy) -> bool:
     """Return whether the strategy, at any level, splits the model into stages on workers."""
-    return any(isinstance(each, ModelParallel) for _, each in levels(strategy))
+    return any(isinstance(level, ModelParallel) for _, level in levels(strategy))
 
 
 # ---- Regions ----

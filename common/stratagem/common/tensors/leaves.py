@@ -127,11 +127,11 @@ class LeafStream:
             if self._next == len(self._places):
                 raise InvalidInputError.at("data", f"{len(view)} bytes more than the state has")
             place = self._places[self._next]
-            taken = view[: place.size - self._done]
-            self._done += len(taken)
+            part = view[: place.size - self._done]
+            self._done += len(part)
             end = place.start + self._done
-            yield place.leaf, taken, end == self._sizes[place.leaf]
-            view = view[len(taken) :]
+            yield place.leaf, part, end == self._sizes[place.leaf]
+            view = view[len(part) :]
             if self._done == place.size:
                 self._next, self._done = self._next + 1, 0
 
@@ -191,7 +191,7 @@ class StateHasher:
         """Return the digest of the data so far."""
         if self._of_file is not None:
             return Digest(self._of_file.hexdigest())
-        digests = [Digest(each.hexdigest()) for each in self._of_leaves]
+        digests = [Digest(leaf.hexdigest()) for leaf in self._of_leaves]
         return Digest(hashlib.sha256(list_bytes(self._manifest, digests)).hexdigest())
 
 
@@ -383,8 +383,8 @@ def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = ""
         return f"--state-folder {folder}: the coordinator has no folder of states for workers"
     if found_id == meant_id:
         return ""
-    found = problem or f"has {f'store-id {found_id}' if found_id else 'no store-id'}"
-    return f"--state-folder {folder} {found}, and the coordinator's has {meant_id}"
+    problem_text = problem or f"has {f'store-id {found_id}' if found_id else 'no store-id'}"
+    return f"--state-folder {folder} {problem_text}, and the coordinator's has {meant_id}"
 
 
 def _write(descriptor: int, view: memoryview) -> None:

@@ -180,11 +180,11 @@ def opened_copy(file: tensor_pb2.OpenFile) -> OpenedFile | None:
     """Open an offered file as `opened` does, and check that it is a copy of memory."""
     if not _COPY_NAME.fullmatch(file.name):
         raise IntegrityError("an open file was offered that is no copy of a snapshot")
-    found = opened(file, file.name)
-    if found is not None and os.fstat(found.descriptor).st_dev != _memory_device():
+    copy = opened(file, file.name)
+    if copy is not None and os.fstat(copy.descriptor).st_dev != _memory_device():
         # Another user could give this name to a file that only this process may read.
         raise IntegrityError("an open file was offered that is not in memory")
-    return found
+    return copy
 
 
 def opened(file: tensor_pb2.OpenFile, name: str) -> OpenedFile | None:
@@ -196,22 +196,22 @@ def opened(file: tensor_pb2.OpenFile, name: str) -> OpenedFile | None:
     path = f"/proc/{file.process}/fd/{file.descriptor}"
     try:
         _check_name(path, name)
-        found = OpenedFile(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        handle = OpenedFile(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except PermissionError as error:
         raise UnreadableFileError(f"{path}: {error.strerror}") from error
     except OSError:
         return None
     try:
-        _check_name(f"/proc/self/fd/{found.descriptor}", name)  # may have changed
+        _check_name(f"/proc/self/fd/{handle.descriptor}", name)  # may have changed
     except BaseException:
-        found.close()
+        handle.close()
         raise
-    return found
+    return handle
 
 
 def _check_name(path: str, name: str) -> None:
-    found = os.path.basename(os.readlink(path)).removeprefix(_MEMORY)
-    if not (found.startswith(name) and stat.S_ISREG(os.stat(path).st_mode)):
+    file_name = os.path.basename(os.readlink(path)).removeprefix(_MEMORY)
+    if not (file_name.startswith(name) and stat.S_ISREG(os.stat(path).st_mode)):
         raise IntegrityError(f"an open file was offered that is no {name}")
 
 
@@ -249,10 +249,10 @@ def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memor
     """Return the bytes of an offered copy as `contents` does; None if it no longer exists and they
     must be requested. Raises UnreadableFileError if this process may open none."""
     try:
-        found = opened_copy(file)
+        copy = opened_copy(file)
     except IntegrityError:  # the copy was closed, and its descriptor reused
         return None
-    return None if found is None else contents(found, file, total_bytes)
+    return None if copy is None else contents(copy, file, total_bytes)
 
 
 # ---- Transfer ----

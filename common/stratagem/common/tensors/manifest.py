@@ -311,12 +311,12 @@ def from_proto(
 
 
 def _purpose(number: int, wanted: Purpose | None) -> Purpose:
-    known = {int(purpose): purpose for purpose in Purpose}
-    if number not in known or wanted not in (None, known[number]):
+    purposes = {int(purpose): purpose for purpose in Purpose}
+    if number not in purposes or wanted not in (None, purposes[number]):
         allowed = [wanted] if wanted else list(Purpose)
         names = ", ".join(purpose.name for purpose in allowed)
         raise InvalidInputError.at("purpose", f"{number} is not accepted here; allowed: {names}")
-    return known[number]
+    return purposes[number]
 
 
 # ---- Element types ----

@@ -41,13 +41,13 @@ def same_bytes(
     Only tensors with the same name, type and shape in both are compared; buffers are those of the
     stored tensors, in order. Bytes after MAX_RANGES ranges count as changed.
     """
-    known = {
+    bases = {
         (spec.name, spec.dtype, spec.shape): (spec.offset, buffer)
         for spec, buffer in zip(base.stored(), base_buffers, strict=True)
     }
     ranges: list[SameBytes] = []
     for spec, buffer in zip(manifest.stored(), buffers, strict=True):
-        base_offset, older = known.get((spec.name, spec.dtype, spec.shape), (0, None))
+        base_offset, older = bases.get((spec.name, spec.dtype, spec.shape), (0, None))
         if older is None:
             continue
         for start in range(0, spec.size_bytes, block_bytes):
@@ -74,13 +74,13 @@ def _joined(ranges: list[SameBytes], at: SameBytes) -> bool:
 
 def are_equal(one: memoryview, other: memoryview) -> bool:
     """Return whether two blocks have the same bytes."""
-    left, right = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
-    if not np.array_equal(left[:_GLANCE_BYTES], right[:_GLANCE_BYTES]):
+    one_bytes, other_bytes = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
+    if not np.array_equal(one_bytes[:_GLANCE_BYTES], other_bytes[:_GLANCE_BYTES]):
         return False
-    whole = left.size - left.size % 8
-    return np.array_equal(left[:whole].view(np.uint64), right[:whole].view(np.uint64)) and bool(
-        np.array_equal(left[whole:], right[whole:])
-    )
+    whole = one_bytes.size - one_bytes.size % 8
+    return np.array_equal(
+        one_bytes[:whole].view(np.uint64), other_bytes[:whole].view(np.uint64)
+    ) and bool(np.array_equal(one_bytes[whole:], other_bytes[whole:]))
 
 
 def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> None:
@@ -88,27 +88,27 @@ def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> 
     if len(same) > MAX_RANGES:
         raise LimitError(f"same: {len(same)} ranges, the limit is {MAX_RANGES}")
     end = 0
-    for index, each in enumerate(same):
-        if each.size < 1 or each.offset < end or each.offset + each.size > total_bytes:
-            raise InvalidInputError.at(f"same[{index}]", f"{tuple(each)} is not in order")
-        if each.base_offset < 0 or each.base_offset + each.size > base_bytes:
+    for index, span in enumerate(same):
+        if span.size < 1 or span.offset < end or span.offset + span.size > total_bytes:
+            raise InvalidInputError.at(f"same[{index}]", f"{tuple(span)} is not in order")
+        if span.base_offset < 0 or span.base_offset + span.size > base_bytes:
             raise InvalidInputError.at(
-                f"same[{index}]", f"{tuple(each)} is not within the {base_bytes} bytes of the base"
+                f"same[{index}]", f"{tuple(span)} is not within the {base_bytes} bytes of the base"
             )
-        end = each.offset + each.size
+        end = span.offset + span.size
 
 
 def changed_ranges(same: Sequence[SameBytes], total_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of each non-empty gap between the equal ranges, in order."""
     start = 0
-    for each in (*same, SameBytes(total_bytes, 0, 0)):
-        if each.offset > start:
-            yield start, each.offset
-        start = each.offset + each.size
+    for span in (*same, SameBytes(total_bytes, 0, 0)):
+        if span.offset > start:
+            yield start, span.offset
+        start = span.offset + span.size
 
 
 def num_changed_bytes(same: Sequence[SameBytes], total_bytes: int) -> int:
-    return total_bytes - sum(each.size for each in same)
+    return total_bytes - sum(span.size for span in same)
 
 
 def cut(

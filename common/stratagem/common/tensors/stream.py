@@ -321,8 +321,8 @@ class ChunkWriter:
         if size > MAX_CHUNK_BYTES:
             raise LimitError(f"chunk at {chunk.offset}: {size} bytes, limit {MAX_CHUNK_BYTES}")
         if not 0 < size <= self.total_bytes - self.received:
-            left = self.total_bytes - self.received
-            raise IntegrityError(f"chunk at {chunk.offset}: {size} bytes, expected 1 to {left}")
+            rest = self.total_bytes - self.received
+            raise IntegrityError(f"chunk at {chunk.offset}: {size} bytes, expected 1 to {rest}")
         if crc32c(data) != chunk.crc32c:
             raise IntegrityError(f"chunk at {chunk.offset}: wrong CRC32C")
         self._sink(self.received, data)
