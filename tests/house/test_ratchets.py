@@ -18,7 +18,7 @@ pytestmark = pytest.mark.core
 
 MODULES = 433
 FOLDERS = 70
-LINES = 121_250
+LINES = 121_400
 ONE_IMPORTER = 82
 """Modules that exactly one other module imports: most of these belong into that one."""
 SHORT_LINES = 60
@@ -41,7 +41,7 @@ IN_CIRCLES = {
 }
 """One circle, closed by an import for types alone: the contract of strategies."""
 VAGUE_WORDS = frozenset({"own", "each", "found", "told", "kept", "shown", "taken", "known", "left"})
-VAGUE_NAMES = {"common": 0, "coordinator": 243, "worker": 472, "tools": 81, "client": 0}
+VAGUE_NAMES = {"common": 0, "coordinator": 45, "worker": 37, "tools": 81, "client": 0}
 """Variables and parameters of each part that consist of such words: a noun says what is in them."""
 
 

@@ -98,8 +98,8 @@ def _worker(worker: pb.WorkerDiagnosis, store_id: str, now_s: float) -> Iterator
     name = worker.info.worker_id
     if worker.info.quarantine:
         advice = f"examine its machine, then `stratagem workers --release {name}`"
-        found = f"is quarantined and gets no work: {worker.info.quarantine}"
-        yield Finding("worker", name, Level.FAIL, found, advice)
+        text = f"is quarantined and gets no work: {worker.info.quarantine}"
+        yield Finding("worker", name, Level.FAIL, text, advice)
     if not worker.info.is_alive:
         advice = "start it again, or ignore it: runs continue without it"
         finding = f"is lost, silent for {duration(worker.info.silent_s)}: {worker.problem}"

@@ -104,8 +104,8 @@ class Check:
     def _with(self, *, is_right: bool) -> Workers:
         """Return the workers with an execution alone that was right, or a probe that was wrong."""
         executions = self.executions if is_right else self.executions[2:]
-        alone = (each for each in executions if len(each.workers) == 1)
-        names = (each.workers for each in alone if (each.digest == self.right) is is_right)
+        alone = (execution for execution in executions if len(execution.workers) == 1)
+        names = (one.workers for one in alone if (one.digest == self.right) is is_right)
         return frozenset[WorkerId]().union(*names)
 
     @property

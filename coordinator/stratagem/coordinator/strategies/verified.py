@@ -137,8 +137,8 @@ def _refuted(check: Check, conclusion: Conclusion) -> SegmentRefuted:
         segment=point.segment,
         step=point.base.step,
         conclusion=conclusion,
-        digests=(point.base.digest, *(each.digest for each in executions)),
-        workers=tuple(tuple(sorted(each)) for each in _workers_of(check)),
+        digests=(point.base.digest, *(execution.digest for execution in executions)),
+        workers=tuple(tuple(sorted(names)) for names in _workers_of(check)),
         quarantined=tuple(sorted(check.wrong)),
         marked=tuple(sorted(check.marked)) if conclusion is check.conclusion else (),
     )
@@ -183,10 +183,10 @@ def _pools(
     computed = frozenset[WorkerId]().union(*(point.workers for point in check.points))
     others = {name: record for name, record in usable.items() if name not in computed}
     if check.executions:  # best by others than the first two, else by the run's own
-        first, own = check.executions[0].workers, check.points[0].workers
+        first, trainers = check.executions[0].workers, check.points[0].workers
         yield {name: record for name, record in others.items() if name not in first}
-        yield {name: record for name, record in usable.items() if name in own - first}
-        yield {name: record for name, record in usable.items() if name in own}
+        yield {name: record for name, record in usable.items() if name in trainers - first}
+        yield {name: record for name, record in usable.items() if name in trainers}
         return
     match spec_of(job).on:
         case "spare":
@@ -259,8 +259,8 @@ def pending(
 def status(_job: JobSpec, value: VerifiedRun, world: World) -> Status:
     """Return the status of the training, with the state of the verification."""
     main = value.main
-    shown = main.strategy.status(main.job, main.value, world)
-    return replace(shown, extra={**shown.extra, "verification": _counts(value)})
+    status_of_main = main.strategy.status(main.job, main.value, world)
+    return replace(status_of_main, extra={**status_of_main.extra, "verification": _counts(value)})
 
 
 def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
@@ -296,7 +296,7 @@ def _parties(value: VerifiedRun) -> tuple[Child, ...]:
 
 def _blobs(value: VerifiedRun) -> frozenset[Digest]:
     """Return the states from which checks begin, or may begin."""
-    bases = (base for each in value.checks for base in (each.base, *each.points[:1]))
+    bases = (base for check in value.checks for base in (check.base, *check.points[:1]))
     states = {point.base.digest for point in (*bases, value.return_to) if point is not None}
     return frozenset(states)
 
@@ -306,7 +306,7 @@ def _returned(
 ) -> VerifiedRun:
     if value.return_to is not None and value.return_to.base == base:
         metrics = value.return_to.metrics
-    checks = tuple(each for each in value.checks if each.points[-1].segment <= base.segment)
+    checks = tuple(c for c in value.checks if c.points[-1].segment <= base.segment)
     main = nested.returned(value.main, base, metrics)
     return trusting(replace(value, main=main, checks=checks))
 

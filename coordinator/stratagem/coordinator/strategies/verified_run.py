@@ -103,7 +103,7 @@ def _verifier_job(job: JobSpec) -> JobSpec:
 
 def _untargeted(strategy: ModelParallel) -> ModelParallel:
     """Return the strategy with stages that any worker of the verifier takes; tagged so."""
-    partitions = (replace(each, target=Tag(VERIFIER)) for each in strategy.partitions)
+    partitions = (replace(stage, target=Tag(VERIFIER)) for stage in strategy.partitions)
     return replace(strategy, partitions=tuple(partitions))
 
 
@@ -187,8 +187,8 @@ def _point(value: VerifiedRun) -> Point:
 def _committed(job: JobSpec, value: VerifiedRun) -> VerifiedRun:
     """Return the run after a whole commit, which is added to the checks if the sample has it."""
     before, point = value.latest, _point(value)
-    left = {number: names for number, names in value.trained.items() if number > point.segment}
-    value = replace(value, latest=point, trained=left)
+    trained = {number: names for number, names in value.trained.items() if number > point.segment}
+    value = replace(value, latest=point, trained=trained)
     if value.is_off or before is None or share_of(job.seed, point.segment) >= spec_of(job).sample:
         return value
     last = value.checks[-1] if value.checks else None
