@@ -91,6 +91,7 @@ def test_the_commands_verify_certify_and_compare(
     assert "state after 12 steps: " in done.output
     assert "verified 7 of 7 digests on worker-" in done.output
     assert f"{path}: the run has recorded these 7 digests" in invoke("verify", path, *at).output
+    assert "verified  7 digests equal on worker-" in invoke("status", run.run_id, *at).output
     sampled = invoke("verify", run.run_id, "--segments", "1,5:6", "--format", "json", *at)
     assert json.loads(sampled.output)["equal"] == 3
     assert (

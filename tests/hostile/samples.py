@@ -66,6 +66,12 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
         "CancelRun": [cpb.CancelRunRequest(run_id=run)],
         "ResumeRun": [cpb.ResumeRunRequest(run_id="nobody")],
         "DeleteRun": [cpb.DeleteRunRequest(run_id="nobody")],
+        "RecordVerification": [
+            cpb.RecordVerificationRequest(
+                run_id="nobody", result=cpb.VerificationResult(conclusion="EQUAL", num_equal=3)
+            ),
+            cpb.RecordVerificationRequest(run_id="nobody"),
+        ],
         "PinRun": [cpb.PinRunRequest(run_id="nobody", pinned=True)],
         "ReleaseWorker": [cpb.ReleaseWorkerRequest(worker_id="nobody")],
         "BackUp": [cpb.BackUpRequest()],

@@ -96,6 +96,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     "ResumeRun": (_of_run(C.ResumeRunRequest, OWNERS),),
     "DeleteRun": (_of_run(C.DeleteRunRequest, OWNERS),),
     "PinRun": (_of_run(C.PinRunRequest, OWNERS),),
+    "RecordVerification": (_of_run(C.RecordVerificationRequest, OWNERS),),
     "BackUp": (Row(C.BackUpRequest(), ADMINS),),
     "DownloadBlob": (Row(C.DownloadBlobRequest(digest="ab" * 32), ADMINS),),
     "ReleaseWorker": (Row(C.ReleaseWorkerRequest(worker_id="w1"), ADMINS),),

@@ -248,6 +248,7 @@ class RunInfo(_message.Message):
     DATA_PLANE_FIELD_NUMBER: _builtins.int
     SUBMITTED_BY_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     phase: Global___RunPhase.ValueType
@@ -298,6 +299,10 @@ class RunInfo(_message.Message):
     def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def error(self) -> _types_pb2.UserError: ...
+    @_builtins.property
+    def verification(self) -> Global___VerificationResult:
+        """What the newest verification after its end has found; unset when there was none."""
+
     def __init__(
         self,
         *,
@@ -324,14 +329,55 @@ class RunInfo(_message.Message):
         data_plane: _builtins.str = ...,
         submitted_by: _builtins.str = ...,
         pinned: _builtins.bool = ...,
+        verification: Global___VerificationResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "data_plane", b"data_plane", "ended_at_s", b"ended_at_s", "engine", b"engine", "error", b"error", "event_index", b"event_index", "job_json", b"job_json", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "reproducible", b"reproducible", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "submitted_by", b"submitted_by", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "data_plane", b"data_plane", "ended_at_s", b"ended_at_s", "engine", b"engine", "error", b"error", "event_index", b"event_index", "job_json", b"job_json", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "reproducible", b"reproducible", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "submitted_by", b"submitted_by", "verification", b"verification", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunInfo: _TypeAlias = RunInfo  # noqa: Y015
+
+@_typing.final
+class VerificationResult(_message.Message):
+    """What came of computing the states of an ended run again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONCLUSION_FIELD_NUMBER: _builtins.int
+    NUM_EQUAL_FIELD_NUMBER: _builtins.int
+    NUM_UNVERIFIED_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    VERIFIED_BY_FIELD_NUMBER: _builtins.int
+    TIME_S_FIELD_NUMBER: _builtins.int
+    conclusion: _builtins.str
+    """EQUAL, RUN, VERIFIER, JOB, NOTHING or OPEN: who is wrong."""
+    num_equal: _builtins.int
+    num_unverified: _builtins.int
+    verified_by: _builtins.str
+    """Who has verified it; empty where nobody has to say who they are. Set by the coordinator."""
+    time_s: _builtins.float
+    """Wall time. Set by the coordinator."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        conclusion: _builtins.str = ...,
+        num_equal: _builtins.int = ...,
+        num_unverified: _builtins.int = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        verified_by: _builtins.str = ...,
+        time_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conclusion", b"conclusion", "num_equal", b"num_equal", "num_unverified", b"num_unverified", "time_s", b"time_s", "verified_by", b"verified_by", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerificationResult: _TypeAlias = VerificationResult  # noqa: Y015
 
 @_typing.final
 class CommitInfo(_message.Message):
@@ -1211,6 +1257,44 @@ class PinRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PinRunResponse: _TypeAlias = PinRunResponse  # noqa: Y015
+
+@_typing.final
+class RecordVerificationRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    @_builtins.property
+    def result(self) -> Global___VerificationResult: ...
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        result: Global___VerificationResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordVerificationRequest: _TypeAlias = RecordVerificationRequest  # noqa: Y015
+
+@_typing.final
+class RecordVerificationResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordVerificationResponse: _TypeAlias = RecordVerificationResponse  # noqa: Y015
 
 @_typing.final
 class DownloadStateRequest(_message.Message):

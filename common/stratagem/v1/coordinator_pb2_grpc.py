@@ -85,6 +85,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.FromString,
                 _registered_method=True)
+        self.RecordVerification = channel.unary_unary(
+                '/stratagem.v1.CoordinatorService/RecordVerification',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.RecordVerificationRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.RecordVerificationResponse.FromString,
+                _registered_method=True)
         self.BackUp = channel.unary_stream(
                 '/stratagem.v1.CoordinatorService/BackUp',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.BackUpRequest.SerializeToString,
@@ -249,6 +254,14 @@ class CoordinatorServiceServicer(object):
 
     def PinRun(self, request, context):
         """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordVerification(self, request, context):
+        """Records what a verification of an ended run has found; the newest one counts. NOT_FOUND;
+        FAILED_PRECONDITION when the run is active.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -449,6 +462,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.PinRun,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.SerializeToString,
+            ),
+            'RecordVerification': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordVerification,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.RecordVerificationRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.RecordVerificationResponse.SerializeToString,
             ),
             'BackUp': grpc.unary_stream_rpc_method_handler(
                     servicer.BackUp,
@@ -802,6 +820,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/PinRun',
             stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordVerification(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/RecordVerification',
+            stratagem_dot_v1_dot_coordinator__pb2.RecordVerificationRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.RecordVerificationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -91,6 +91,10 @@ class CoordinatorServiceStub:
     """
     PinRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PinRunRequest, _coordinator_pb2.PinRunResponse]
     """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
+    RecordVerification: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RecordVerificationRequest, _coordinator_pb2.RecordVerificationResponse]
+    """Records what a verification of an ended run has found; the newest one counts. NOT_FOUND;
+    FAILED_PRECONDITION when the run is active.
+    """
     BackUp: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.BackUpRequest, _coordinator_pb2.BackUpResponse]
     """Holds all states and data of the present moment for a day, and streams what a copy of that moment
     needs: the journal, and the digests of the blobs that DownloadBlob gives. FAILED_PRECONDITION
@@ -216,6 +220,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     PinRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PinRunRequest, _coordinator_pb2.PinRunResponse]  # type: ignore[assignment]
     """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
+    RecordVerification: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RecordVerificationRequest, _coordinator_pb2.RecordVerificationResponse]  # type: ignore[assignment]
+    """Records what a verification of an ended run has found; the newest one counts. NOT_FOUND;
+    FAILED_PRECONDITION when the run is active.
+    """
     BackUp: _aio.UnaryStreamMultiCallable[_coordinator_pb2.BackUpRequest, _coordinator_pb2.BackUpResponse]  # type: ignore[assignment]
     """Holds all states and data of the present moment for a day, and streams what a copy of that moment
     needs: the journal, and the digests of the blobs that DownloadBlob gives. FAILED_PRECONDITION
@@ -388,6 +396,15 @@ class CoordinatorServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PinRunResponse, _abc.Awaitable[_coordinator_pb2.PinRunResponse]]:
         """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
+
+    def RecordVerification(
+        self,
+        request: _coordinator_pb2.RecordVerificationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.RecordVerificationResponse, _abc.Awaitable[_coordinator_pb2.RecordVerificationResponse]]:
+        """Records what a verification of an ended run has found; the newest one counts. NOT_FOUND;
+        FAILED_PRECONDITION when the run is active.
+        """
 
     def BackUp(
         self,

@@ -51,9 +51,11 @@ from stratagem.common.base.errors import (
     NotFoundError,
     WrongStateError,
 )
+from stratagem.common.code.signatures import make_keys, sign
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import rules
 from stratagem.common.numerics.verification import Conclusion
+from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.run_facts import (
     Fact,
     assigned,
@@ -225,6 +227,7 @@ class Runs:
         self.jobs: list[JobSpec] = []
         self.ended: list[str] = []
         self.deletes = True
+        self.recorded: list[pb.VerificationResult] = []
 
     async def submit(self, spec: JobSpec, run_id: str) -> AsyncRun:
         self.jobs.append(spec)
@@ -266,6 +269,9 @@ class OneRun:
     async def wait(self) -> RunStatus:
         return self.runs.status[self.run_id]
 
+    async def record_verification(self, result: pb.VerificationResult) -> None:
+        self.runs.recorded.append(result)
+
     async def delete(self) -> None:
         if not self.runs.deletes:
             raise InProgressError("still being stopped")
@@ -276,6 +282,8 @@ async def test_an_equal_run_leaves_no_verifying_run_behind() -> None:
     runs = Runs(GOOD, GOOD, job=document(verification={"sample": 0.5}))
     found = await runs.verify()
     assert (found.conclusion, found.unverified, found.workers) == (Conclusion.EQUAL, {}, ("w0",))
+    expected = pb.VerificationResult(conclusion="EQUAL", num_equal=3, workers=["w0"])
+    assert runs.recorded == [expected]
     assert [claim.digest for claim in found.equal] == ["m", "a", "b"]
     assert list(runs.facts) == ["r"]
     assert [spec.retention for spec in runs.jobs] == [4], "the state that differs must be kept"
@@ -450,6 +458,24 @@ def test_a_certificate_is_checked_against_the_claims_of_its_run(tmp_path: Path) 
         path.write_text(text)
         with pytest.raises(InvalidInputError, match="is no certificate"):
             read_certificate(path)
+
+
+def test_a_certificate_is_signed_by_whom_it_says(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        make_keys(tmp_path / name, tmp_path / f"{name}.pub")
+    claims = tuple(claims_of(1).by_place.values())
+    path = tmp_path / "certificate.json"
+    document = certificate(STATUS, Verification("r", claims, {}, ()), 1.0, tmp_path / "mine")
+    path.write_text(json.dumps(document))
+    assert read_certificate(path, tmp_path / "mine.pub") == read_certificate(path) == document
+    with pytest.raises(IntegrityError, match=r"is signed by none of the keys in .*other\.pub"):
+        read_certificate(path, tmp_path / "other.pub")
+    # A signature of code is none of a certificate.
+    signature = sign(document["sha256"], tmp_path / "mine")
+    for changed in ({"signature": signature}, {"signature": ""}):
+        path.write_text(json.dumps({**document, **changed}))
+        with pytest.raises(IntegrityError, match="is signed by none"):
+            read_certificate(path, tmp_path / "mine.pub")
 
 
 def test_what_differs_is_not_certified() -> None:

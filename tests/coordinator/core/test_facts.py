@@ -10,6 +10,7 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
 from stratagem.common.numerics.rules import CURRENT, FIRST, KEEPS_DTYPES, check_numerics
+from stratagem.common.numerics.verification import Conclusion
 from stratagem.coordinator.core import fact_text
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.apply import apply
@@ -272,6 +273,18 @@ SAID: list[tuple[f.Fact, str]] = [
     (f.DataUploaded(owner="token ci", digest=digest("d")), f"token ci has uploaded {digest('d')}"),
     (f.RunPinned(run_id=RunId("r"), is_pinned=True, by="token ci"), "r pinned by token ci"),
     (f.RunPinned(run_id=RunId("r"), is_pinned=False), "r unpinned"),
+    (
+        f.VerificationEnded(
+            run_id=RunId("r"),
+            conclusion=Conclusion.EQUAL,
+            num_equal=7,
+            num_unverified=0,
+            workers=(WorkerId("w"),),
+            wall_s=1.0,
+            by="token ci",
+        ),
+        "r verified: EQUAL, 7 equal digests by token ci",
+    ),
     (f.BlobsHeld(listed=digest("d"), until_s=1.0, by="token ci"), "a backup was begun by token ci"),
     (f.RunExpired(reason="it ended 90 days ago"), "deleted: it ended 90 days ago"),
     (noted(), "paused"),

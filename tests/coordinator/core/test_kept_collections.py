@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.base.ids import RunId
+from stratagem.common.base.ids import RunId, WorkerId
+from stratagem.common.numerics.verification import Conclusion
 from stratagem.coordinator.app.plugins import BUILT_IN
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core import persistent, retention
@@ -216,6 +217,15 @@ def _fact(kind: int, at: int, start: int, state: CoordinatorState) -> f.Fact | N
             return f.DataUploaded(owner=name, digest=digest(f"{start}"))
         case 2:
             return f.RunPinned(run_id=RunId(name), is_pinned=start > 1)
+        case 11:
+            return f.VerificationEnded(
+                run_id=RunId(name),
+                conclusion=Conclusion.EQUAL,
+                num_equal=start,
+                num_unverified=0,
+                workers=(WorkerId(name),),
+                wall_s=1.0 * start,
+            )
         case 3:
             return f.BlobsHeld(listed=digest(name), until_s=20.0 * start)
     if known is None:
@@ -233,7 +243,7 @@ def _fact(kind: int, at: int, start: int, state: CoordinatorState) -> f.Fact | N
 
 
 @settings(max_examples=50)
-@given(told=st.lists(st.tuples(st.integers(0, 10), _at, _at), max_size=60), later=_at)
+@given(told=st.lists(st.tuples(st.integers(0, 11), _at, _at), max_size=60), later=_at)
 def test_what_comes_after_the_summary_is_as_after_the_facts(
     told: list[tuple[int, int, int]], later: int
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,39 @@ async def test_a_pinned_run_says_so_and_is_not_deleted(tmp_path: Path) -> None:
         assert reason == "run 'r-1' is pinned; unpin it first"
         await stub.PinRun(pb.PinRunRequest(run_id="r-1"))
         await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-1"))
+
+
+async def test_the_newest_verification_of_an_ended_run_is_shown_with_it(tmp_path: Path) -> None:
+    result = pb.VerificationResult(
+        conclusion="EQUAL", num_equal=7, num_unverified=1, workers=["w-1"], verified_by="me"
+    )
+    async with coordinator(tmp_path) as stub:
+        await stub.SubmitRun(submit("r-1"))
+        record = partial(pb.RecordVerificationRequest, run_id="r-1", result=result)
+        code, reason = await refused(stub.RecordVerification(record()))
+        assert (code, reason) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "run 'r-1' is active; it is verified at its end",
+        )
+        await stub.CancelRun(pb.CancelRunRequest(run_id="r-1"))
+        for num_equal in (3, 7):
+            result.num_equal = num_equal
+            await stub.RecordVerification(record())
+        shown = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.verification
+        assert (shown.conclusion, shown.num_equal, list(shown.workers)) == ("EQUAL", 7, ["w-1"])
+        assert shown.verified_by == "", "the coordinator says who it was"
+        assert shown.time_s > 0
+        _, reason = await refused(stub.RecordVerification(record(run_id="r-2")))
+        assert reason == "run 'r-2' is not known"
+        result.conclusion = "FINE"
+        _, reason = await refused(stub.RecordVerification(record()))
+        assert reason.startswith("result.conclusion: 'FINE' is none of EQUAL, ")
+    async with coordinator(tmp_path) as stub:
+        shown = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.verification
+        assert shown.num_equal == 7
+        await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-1"))
+        await stub.SubmitRun(submit("r-1"))
+        assert not (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.HasField("verification")
 
 
 async def test_one_subscription_follows_all_runs(

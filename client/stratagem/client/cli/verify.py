@@ -60,6 +60,12 @@ def verify(
         Path | None,
         typer.Option("--certificate", metavar="FILE", help="Write a certificate to this file."),
     ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Key to sign a certificate with, or public key to check it with."
+        ),
+    ] = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Compute the states of a run again, and compare digests.
@@ -69,7 +75,7 @@ def verify(
     update is compared as it comes. Where one differs, a third execution decides who is wrong.
 
     RUN may be the file of a certificate: its digests are then compared with those that the
-    coordinator has recorded, and nothing is computed.
+    coordinator has recorded, and nothing is computed. `code keygen` makes keys for --key.
 
     Exit codes: 0 all equal, 4 one differs, 3 some could not be verified.
     """
@@ -78,8 +84,10 @@ def verify(
             if (segments, sample, output, form) != (None, None, None, Format.TEXT):
                 text = f"{run_id} is a certificate, and is checked as a whole; leave options out"
                 raise InvalidInputError.at("RUN", text)
-            print_line(make_console(), _checked(client, run_id))
+            print_line(make_console(), _checked(client, run_id, key))
             return
+        if key is not None and output is None:
+            raise InvalidInputError.at("--key", "signs a certificate; add --certificate FILE")
         if output is not None and (output.exists() or not output.parent.is_dir()):
             raise InvalidInputError.at("--certificate", f"{output} exists, or its folder does not")
         begun_s, console, is_text = time.monotonic(), make_console(), form is Format.TEXT
@@ -95,7 +103,7 @@ def verify(
         else:
             print(json.dumps(as_json(result), allow_nan=False))
         if output is not None and result.difference is None and result.equal:
-            document = certificate(client.get(run_id).status(), result, time.time())
+            document = certificate(client.get(run_id).status(), result, time.time(), key)
             output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         elif output is not None:
             complain(f"{output} was not written: nothing is certified")
@@ -105,11 +113,12 @@ def verify(
         raise typer.Exit(INCOMPLETE)
 
 
-def _checked(client: Client, path: str) -> str:
-    document = read_certificate(Path(path))
+def _checked(client: Client, path: str, key: Path | None) -> str:
+    document = read_certificate(Path(path), key)
     run = client.get(document["run"])
     num = check_certificate(document, run.status(), RunClaims.of(run.events()))
-    return f"{path}: the run has recorded these {counted(num, 'digest')}"
+    signed = "" if key is None else f", and {key} has signed it"
+    return f"{path}: the run has recorded these {counted(num, 'digest')}{signed}"
 
 
 def _compared(run: Claim, again: Claim) -> str:

@@ -82,6 +82,28 @@ class UserError:
 
 
 @dataclass(frozen=True, slots=True)
+class VerificationResult:
+    """The recorded result of a verification of an ended run; see sdk.verification.Verification."""
+
+    conclusion: str
+    num_equal: int
+    num_unverified: int
+    workers: tuple[str, ...]
+    verified_by: str
+    """The caller who has verified it; empty without authentication."""
+    time_s: float
+
+    def __str__(self) -> str:
+        """Return the result in words."""
+        text = f"{self.num_equal} digests equal on {', '.join(self.workers) or 'no worker'}"
+        if self.num_unverified:
+            text += f", {self.num_unverified} not verified"
+        if self.conclusion not in ("EQUAL", "NOTHING"):
+            text += f"; one differs: {self.conclusion}"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus:
     """The status of one run at the time of the call."""
 
@@ -112,6 +134,8 @@ class RunStatus:
     """The submitter, such as "client alice" or "token ci"; empty without authentication."""
     pinned: bool = False
     """The run is kept until it is unpinned."""
+    verification: VerificationResult | None = None
+    """The result of the newest `verify` of the run; None if nobody has verified it."""
 
     @property
     def seconds(self) -> float | None:
@@ -307,6 +331,9 @@ def run_status(info: pb.RunInfo) -> RunStatus:
         commits=tuple(map(_commit, info.commits)),
         error=_read(UserError, info.error) if info.HasField("error") else None,
         job=json.loads(info.job_json) if info.job_json else {},
+        verification=_read(VerificationResult, info.verification)
+        if info.HasField("verification")
+        else None,
     )
 
 

@@ -299,6 +299,11 @@ class AsyncRun:
         request = pb.PinRunRequest(run_id=self.run_id, pinned=pinned)
         await self._connection.call(self._connection.stub.PinRun, request)
 
+    async def record_verification(self, result: pb.VerificationResult) -> None:
+        """Store the result of a verification with the run; status shows the newest one."""
+        request = pb.RecordVerificationRequest(run_id=self.run_id, result=result)
+        await self._connection.call(self._connection.stub.RecordVerification, request)
+
     async def logs(
         self, *, follow: bool = False, worker: str = "", from_line: int = 0
     ) -> AsyncIterator[LogLine]:

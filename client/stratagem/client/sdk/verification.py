@@ -37,9 +37,11 @@ from stratagem.common.base.errors import (
     WrongStateError,
 )
 from stratagem.common.base.ids import new_run_id
+from stratagem.common.code.signatures import CERTIFICATE, is_signed, read_public_keys, sign
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.numerics import rules
 from stratagem.common.numerics.verification import Conclusion, conclude
+from stratagem.v1 import coordinator_pb2 as pb
 
 OnClaim = Callable[[Claim, Claim], None]
 """Called with each claim of the run and the new claim for its place."""
@@ -281,8 +283,22 @@ async def verify(
         difference = await verifier.verify(stretch)
         if difference is not None:
             break
-    workers = tuple(verifier.workers)
-    return Verification(run_id, tuple(verifier.equal), verifier.unverified, workers, difference)
+    workers, equal = tuple(verifier.workers), tuple(verifier.equal)
+    verification = Verification(run_id, equal, verifier.unverified, workers, difference)
+    await _record(run, verification)
+    return verification
+
+
+async def _record(run: AsyncRun, verification: Verification) -> None:
+    """Store the result with the run; a coordinator that is older, or refuses, changes nothing."""
+    result = pb.VerificationResult(
+        conclusion=verification.conclusion,
+        num_equal=len(verification.equal),
+        num_unverified=len(verification.unverified),
+        workers=verification.workers,
+    )
+    with suppress(StratagemError):
+        await run.record_verification(result)
 
 
 async def claims_of(run: AsyncRun) -> RunClaims:
@@ -296,15 +312,17 @@ async def claims_of(run: AsyncRun) -> RunClaims:
 
 # ---- Certificates ----
 #
-# A certificate carries the SHA-256 of its own canonical JSON, which shows damage; it is not
-# signed.
+# A certificate carries the SHA-256 of its own canonical JSON, which shows damage, and on request a
+# signature of it.
 
 VERSION: Final = 1
 _FIELDS: Final = ("certificate", "run", "job", "verified", "unverified", "workers", "time_s")
 
 
-def certificate(status: RunStatus, verification: Verification, time_s: float) -> dict[str, Any]:
-    """Return the certificate of a verification as plain JSON values.
+def certificate(
+    status: RunStatus, verification: Verification, time_s: float, key: Path | None = None
+) -> dict[str, Any]:
+    """Return the certificate of a verification as plain JSON values, signed if a key is given.
 
     Raises InvalidInputError for a verification that has found a difference, or nothing equal.
     """
@@ -326,23 +344,31 @@ def certificate(status: RunStatus, verification: Verification, time_s: float) ->
         "workers": list(verification.workers),
         "time_s": time_s,
     }
-    return {**body, "sha256": _digest(body)}
+    signature = {} if key is None else {"signature": sign(_digest(body), key, CERTIFICATE)}
+    return {**body, "sha256": _digest(body), **signature}
 
 
-def read_certificate(path: Path) -> Mapping[str, Any]:
+def read_certificate(path: Path, key: Path | None = None) -> Mapping[str, Any]:
     """Return the certificate that a file holds.
 
-    Raises InvalidInputError if the file is no certificate, IntegrityError if it was changed.
+    key: public keys, one of which must have signed it. Raises InvalidInputError if the file is no
+    certificate, IntegrityError if it was changed or is not signed so.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInputError.at("RUN", f"{path} is no certificate: {error}") from error
-    if not isinstance(document, dict) or set(document) != {*_FIELDS, "sha256"}:
+    if not isinstance(document, dict) or set(document) - {"signature"} != {*_FIELDS, "sha256"}:
         raise InvalidInputError.at("RUN", f"{path} is no certificate of a verified run")
-    body = {name: value for name, value in document.items() if name != "sha256"}
+    body = {name: document[name] for name in _FIELDS}
     if _digest(body) != document["sha256"]:
         raise IntegrityError(f"{path} was changed after it was written: its digest is another one")
+    if key is not None:
+        signature = str(document.get("signature", ""))
+        if not signature or not is_signed(
+            document["sha256"], signature, read_public_keys(key), CERTIFICATE
+        ):
+            raise IntegrityError(f"{path} is signed by none of the keys in {key}")
     if document["certificate"] != VERSION or not document["verified"]:
         text = f"is a certificate of version {document['certificate']}; known is {VERSION}"
         raise InvalidInputError.at("RUN", f"{path} {text if document['verified'] else 'is empty'}")

@@ -139,6 +139,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         ("workers", ", ".join(status.worker_ids)),
         ("threads", f"{threads} of each worker; {_BITS_OF_THREADS}" if threads else ""),
         ("submitted", _submitted_text(status)),
+        ("verified", "" if status.verification is None else str(status.verification)),
         ("kept", "until it is unpinned" if status.pinned else ""),
         ("seconds", "" if status.seconds is None else f"{status.seconds:.1f}"),
         ("result", "" if status.reproducible else "replayable from its journal, not reproducible"),

@@ -1,4 +1,4 @@
-"""Signatures of code bundles: Ed25519 over the digest of a bundle, made by its reviewer.
+"""Signatures of digests by Ed25519: of code bundles, by their reviewer, and of certificates.
 
 A worker that requires signatures has a file with the public keys that it trusts, in PEM form.
 """
@@ -20,8 +20,9 @@ from cryptography.hazmat.primitives.serialization import (
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.files import check_private, create_private
 
-_PREFIX: Final = b"stratagem code v1\n"
-"""Signed before each digest, so that these signatures are valid for no other purpose."""
+CODE: Final = "code"
+CERTIFICATE: Final = "certificate"
+"""Purposes, which are signed with each digest, so that a signature is valid for no other."""
 _PEM_END: Final = "-----END PUBLIC KEY-----"
 
 
@@ -42,7 +43,11 @@ def make_keys(private: Path, public: Path) -> None:
         raise InvalidInputError(f"{error.filename}: {error.strerror}") from None
 
 
-def sign(digest: str, private: Path) -> str:
+def _signed_bytes(digest: str, purpose: str) -> bytes:
+    return f"stratagem {purpose} v1\n{digest}".encode()
+
+
+def sign(digest: str, private: Path, purpose: str = CODE) -> str:
     """Return the hex signature of a digest. Raises InvalidInputError for a file that is no private
     Ed25519 key, or that others may read."""
     check_private("--key", private)
@@ -54,7 +59,7 @@ def sign(digest: str, private: Path) -> str:
         raise InvalidInputError.at("--key", f"{private}: {error}") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise InvalidInputError.at("--key", f"{private}: is no Ed25519 key; see `code keygen`")
-    return key.sign(_PREFIX + digest.encode()).hex()
+    return key.sign(_signed_bytes(digest, purpose)).hex()
 
 
 def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
@@ -73,11 +78,13 @@ def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
     return trusted
 
 
-def is_signed(digest: str, signature: str, keys: tuple[Ed25519PublicKey, ...]) -> bool:
+def is_signed(
+    digest: str, signature: str, keys: tuple[Ed25519PublicKey, ...], purpose: str = CODE
+) -> bool:
     """Return whether one of the keys has signed this digest with this signature."""
     for key in keys:
         try:
-            key.verify(bytes.fromhex(signature), _PREFIX + digest.encode())
+            key.verify(bytes.fromhex(signature), _signed_bytes(digest, purpose))
         except InvalidSignature:
             continue
         return True

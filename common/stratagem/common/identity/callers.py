@@ -265,6 +265,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}ResumeRun": _CHANGE,
     f"{_COORDINATOR}DeleteRun": _CHANGE,
     f"{_COORDINATOR}PinRun": _CHANGE,
+    f"{_COORDINATOR}RecordVerification": _CHANGE,
     f"{_COORDINATOR}BackUp": _ALL,
     f"{_COORDINATOR}DownloadBlob": _ALL,
     f"{_COORDINATOR}ReleaseWorker": _ALL,

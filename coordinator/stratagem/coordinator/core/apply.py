@@ -41,6 +41,7 @@ from stratagem.coordinator.core.facts import (
     SoleCopiesLost,
     UpdateReceived,
     UpdateRejected,
+    VerificationEnded,
     WorkerDraining,
     WorkerLeft,
     WorkerLost,
@@ -81,6 +82,8 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     if isinstance(fact, RunPinned):
         pinned = state.pinned - {fact.run_id}
         return replace(state, pinned=pinned | {fact.run_id} if fact.is_pinned else pinned)
+    if isinstance(fact, VerificationEnded):
+        return replace(state, verifications={**state.verifications, fact.run_id: fact})
     if isinstance(fact, BlobsHeld):
         present = {each: until_s for each, until_s in state.holds.items() if until_s > time_s}
         return replace(state, holds={**present, fact.listed: fact.until_s})
@@ -91,7 +94,9 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
         return replace(state, workers=workers, runs=_runs_without(state, _gone_with(state, fact)))
     if isinstance(fact, RunDeleted):
         others = {name: run for name, run in state.runs.items() if name != run_id}
-        return replace(state, runs=others, ended=state.ended.without(run_id))
+        verifications = {k: v for k, v in state.verifications.items() if k != run_id}
+        ended = state.ended.without(run_id)
+        return replace(state, runs=others, ended=ended, verifications=verifications)
     if isinstance(fact, RunSubmitted):
         record = _submitted(state.strategies, run_id, fact)
     else:
@@ -115,6 +120,7 @@ def _with_summary(state: CoordinatorState, part: ClusterSummed) -> CoordinatorSt
         workers=workers,
         uploads=uploads,
         pinned=state.pinned | frozenset(part.pinned),
+        verifications={**state.verifications, **{v.run_id: v for v in part.verifications}},
         holds={**state.holds, **part.holds},
     )
 

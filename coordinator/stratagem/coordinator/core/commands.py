@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stratagem.common.base.ids import Digest, Incarnation, Party, RunId, WorkerId
-from stratagem.coordinator.core.facts import ROOT, Capability, Fact, Member
+from stratagem.coordinator.core.facts import ROOT, Capability, Fact, Member, VerificationEnded
 
 # ---- Commands ----
 
@@ -61,6 +61,13 @@ class PinRun:
     run_id: RunId
     is_pinned: bool
     by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordVerification:
+    """Record what a verification of an ended run has found."""
+
+    result: VerificationEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +189,7 @@ class Tick:
 AboutWorkers = (
     RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ReleaseWorker | ForgetWorkers
 )
-AboutRuns = SubmitRun | CancelRun | ResumeRun | DeleteRun | PinRun | ExpireRuns
+AboutRuns = SubmitRun | CancelRun | ResumeRun | DeleteRun | PinRun | RecordVerification | ExpireRuns
 AboutBlobs = ClaimData | HoldBlobs
 Command = AboutRuns | AboutBlobs | AboutWorkers | Report | ReportTrouble | Tick
 

@@ -27,6 +27,7 @@ from stratagem.coordinator.core.commands import (
     LeaveWorker,
     LoseWorker,
     PinRun,
+    RecordVerification,
     Refusal,
     RefusalKind,
     RegisterWorker,
@@ -55,6 +56,7 @@ from stratagem.coordinator.core.facts import (
     RunSubmitted,
     SoleCopiesLost,
     UpdateReceived,
+    VerificationEnded,
     WorkerDraining,
     WorkerLeft,
     WorkerLost,
@@ -96,7 +98,7 @@ def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...
     match command:
         case SubmitRun():
             return _submit(state, command)
-        case ClaimData():
+        case ClaimData() | HoldBlobs():
             return _claim(state, command)
         case CancelRun():
             return _cancel(state, command)
@@ -106,9 +108,8 @@ def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...
             return _delete(state, command)
         case PinRun():
             return _pin(state, command)
-        case HoldBlobs():
-            held = BlobsHeld(listed=command.listed, until_s=command.until_s, by=command.by)
-            return (JournalEntry(CLUSTER, held),)
+        case RecordVerification():
+            return _record_verification(state, command.result)
         case ExpireRuns():
             return expire_runs(state, command)
         case Report():
@@ -220,7 +221,10 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[JournalEntry, 
     return (JournalEntry(command.run_id, fact, key_of(fact)),)
 
 
-def _claim(state: CoordinatorState, command: ClaimData) -> tuple[JournalEntry, ...]:
+def _claim(state: CoordinatorState, command: ClaimData | HoldBlobs) -> tuple[JournalEntry, ...]:
+    if isinstance(command, HoldBlobs):
+        held = BlobsHeld(listed=command.listed, until_s=command.until_s, by=command.by)
+        return (JournalEntry(CLUSTER, held),)
     if command.digest in state.uploads.get(command.owner, ()):
         return ()
     return (JournalEntry(CLUSTER, DataUploaded(owner=command.owner, digest=command.digest)),)
@@ -282,6 +286,18 @@ def _pin(state: CoordinatorState, command: PinRun) -> tuple[JournalEntry, ...] |
         return ()
     fact = RunPinned(run_id=command.run_id, is_pinned=command.is_pinned, by=command.by)
     return (JournalEntry(CLUSTER, fact),)
+
+
+def _record_verification(
+    state: CoordinatorState, result: VerificationEnded
+) -> tuple[JournalEntry, ...] | Refusal:
+    run = state.find(result.run_id)
+    if run is None:
+        return _unknown(result.run_id)
+    if run.ended is None:
+        reason = f"run {result.run_id!r} is active; it is verified at its end"
+        return Refusal(RefusalKind.PRECONDITION, reason)
+    return (JournalEntry(CLUSTER, result),)
 
 
 def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[JournalEntry, ...]:

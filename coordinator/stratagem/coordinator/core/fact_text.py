@@ -68,6 +68,7 @@ def _by(
     | f.RunResumed
     | f.RunDeleted
     | f.RunPinned
+    | f.VerificationEnded
     | f.BlobsHeld
     | f.WorkerReleased,
 ) -> str:
@@ -210,6 +211,9 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkersForgotten": lambda e: f"forgotten, as they were lost long ago: {_few(e.names)}",
     "DataUploaded": lambda e: f"{e.owner} has uploaded {e.digest}",
     "RunPinned": lambda e: _by(f"{e.run_id} {'pinned' if e.is_pinned else 'unpinned'}", e),
+    "VerificationEnded": lambda e: _by(
+        f"{e.run_id} verified: {e.conclusion}, {counted(e.num_equal, 'equal digest')}", e
+    ),
     "BlobsHeld": lambda e: _by("a backup was begun", e),
     "ClusterSummed": lambda e: f"the cluster as it was: {counted(len(e.workers), 'worker')}",
     "RunSubmitted": lambda e: _by("submitted", e),

@@ -146,10 +146,17 @@ def summary_of(state: CoordinatorState) -> list[ClusterSummed]:
     workers = _batches(map(_known, state.workers.values()), WORKERS_EACH)
     pinned = _batches(sorted(state.pinned), PINS_EACH)
     uploads = map(dict, _batches(state.uploads.items(), OWNERS_EACH))
-    parts = zip_longest([dict(state.holds)], workers, pinned, uploads)
+    verified = _batches(state.verifications.values(), WORKERS_EACH)
+    parts = zip_longest([dict(state.holds)], workers, pinned, uploads, verified)
     return [
-        ClusterSummed(holds=held or {}, workers=known or (), pinned=pins or (), uploads=owned or {})
-        for held, known, pins, owned in parts
+        ClusterSummed(
+            holds=held or {},
+            workers=known or (),
+            pinned=pins or (),
+            uploads=owned or {},
+            verifications=results or (),
+        )
+        for held, known, pins, owned, results in parts
     ]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import rules
-from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
+from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member, VerificationEnded
 from stratagem.coordinator.core.persistent import PersistentMap, PersistentOrder
 
 if TYPE_CHECKING:  # both are made of what stands here
@@ -357,6 +357,9 @@ class CoordinatorState:
 
     pinned: frozenset[RunId] = frozenset()
     """The pinned runs, which can be neither deleted nor expired."""
+
+    verifications: Mapping[RunId, VerificationEnded] = field(default_factory=dict)
+    """The newest verification of each ended run that was verified."""
 
     holds: Mapping[Digest, float] = field(default_factory=dict)
     """The leader-clock time until which blobs are kept, keyed by the blob that lists them."""

@@ -11,15 +11,22 @@ from itertools import islice
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, OutOfRangeError
-from stratagem.common.base.ids import Digest, Party, RunId, check_run_id, check_worker_id
+from stratagem.common.base.ids import (
+    Digest,
+    Party,
+    RunId,
+    check_run_id,
+    check_worker_id,
+)
 from stratagem.common.history import Columns, Series, clipped, joined, shortened
 from stratagem.common.history.columns import part_of
 from stratagem.common.history.recording import is_of_newest_segment, pack_columns, unpack
+from stratagem.common.numerics.verification import Conclusion
 from stratagem.common.schema.json import dump_json, thawed
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import EventSpan
 from stratagem.coordinator.core.fact_text import sentence
-from stratagem.coordinator.core.facts import KINDS, ROOT, Member, Setting
+from stratagem.coordinator.core.facts import KINDS, ROOT, Member, Setting, VerificationEnded
 from stratagem.coordinator.core.run_view import CommitView, RunView, view_of
 from stratagem.coordinator.core.state import (
     CoordinatorState,
@@ -54,6 +61,8 @@ MAX_PAGE_BYTES: Final = 2 * 2**20
 
 READ_AT_ONCE: Final = 16
 """The most runs at rest read at once; most have a few KB, but some are as large as a job."""
+MAX_VERIFIERS: Final = 10_000
+"""The most workers that a recorded verification may name."""
 _FIRST: Final = (-math.inf, RunId(""))
 """A key that sorts before all runs."""
 
@@ -76,8 +85,13 @@ class Runs:
         return self._info_of(await self.view(run_id))
 
     def _info_of(self, view: RunView) -> pb.RunInfo:
-        is_pinned = view.run_id in self.app.loop.state.pinned
-        return run_info(view, self.app.blobs.location, pinned=is_pinned)
+        state = self.app.loop.state
+        info = run_info(view, self.app.blobs.location, pinned=view.run_id in state.pinned)
+        if (result := state.verifications.get(view.run_id)) is not None:
+            same = result.model_dump(exclude={"run_id", "wall_s", "by"})
+            shown = pb.VerificationResult(**same, verified_by=result.by, time_s=result.wall_s)
+            info.verification.CopyFrom(shown)
+        return info
 
     async def watch(self) -> AsyncIterator[pb.WatchRunsResponse]:
         """Yield the briefs of all runs, newest first, and then of each run that changes."""
@@ -388,6 +402,27 @@ def run_info(run: RunView, paths: Paths, *, pinned: bool) -> pb.RunInfo:
         "pinned": pinned,
     }
     return pb.RunInfo(**same | changed)
+
+
+def verification_of(request: pb.RecordVerificationRequest, by: str) -> VerificationEnded:
+    """Return the result in a request as a fact. Raises InvalidInputError for a conclusion that is
+    none, or too many workers."""
+    result = request.result
+    if result.conclusion not in list(Conclusion):
+        text = f"{result.conclusion!r} is none of {', '.join(Conclusion)}"
+        raise InvalidInputError.at("result.conclusion", text)
+    if len(result.workers) > MAX_VERIFIERS:
+        text = f"names {len(result.workers)} workers; allowed are {MAX_VERIFIERS}"
+        raise InvalidInputError.at("result.workers", text)
+    return VerificationEnded(
+        run_id=RunId(request.run_id),
+        conclusion=Conclusion(result.conclusion),
+        num_equal=result.num_equal,
+        num_unverified=result.num_unverified,
+        workers=tuple(check_worker_id(name) for name in result.workers),
+        wall_s=time.time(),
+        by=by,
+    )
 
 
 def event(item: FeedEvent) -> pb.RunEvent:

@@ -36,6 +36,7 @@ from stratagem.coordinator.core.commands import (
     DrainWorker,
     LeaveWorker,
     PinRun,
+    RecordVerification,
     RegisterWorker,
     ReleaseWorker,
     ResumeRun,
@@ -63,6 +64,7 @@ from stratagem.coordinator.service.queries import (
     follows_on,
     past_events,
     span_of,
+    verification_of,
 )
 from stratagem.coordinator.service.queries import page as worker_page
 from stratagem.coordinator.service.workers import (
@@ -242,6 +244,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         by = current_caller().name
         await self._app.loop.submit(PinRun(RunId(request.run_id), request.pinned, by))
         return pb.PinRunResponse()
+
+    async def RecordVerification(
+        self, request: pb.RecordVerificationRequest, context: Context
+    ) -> pb.RecordVerificationResponse:
+        result = verification_of(request, current_caller().name)
+        await self._app.loop.submit(RecordVerification(result))
+        return pb.RecordVerificationResponse()
 
     async def BackUp(
         self, request: pb.BackUpRequest, context: Context

@@ -73,6 +73,7 @@ from stratagem.coordinator.core.facts.run_facts import SegmentVerified as Segmen
 from stratagem.coordinator.core.facts.run_facts import SoleCopiesLost as SoleCopiesLost
 from stratagem.coordinator.core.facts.run_facts import StoppedEarly as StoppedEarly
 from stratagem.coordinator.core.facts.run_facts import UploadDue as UploadDue
+from stratagem.coordinator.core.facts.run_facts import VerificationEnded as VerificationEnded
 from stratagem.coordinator.core.facts.run_facts import WorkerDraining as WorkerDraining
 from stratagem.coordinator.core.facts.run_facts import WorkerLeft as WorkerLeft
 from stratagem.coordinator.core.facts.run_facts import WorkerLost as WorkerLost
@@ -87,6 +88,7 @@ ROOT = Party("")
 Fact = (
     WorkerRegistered
     | WorkerLost
+    | VerificationEnded
     | WorkerDraining
     | WorkerLeft
     | WorkerMarked

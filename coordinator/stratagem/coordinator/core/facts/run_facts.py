@@ -94,6 +94,21 @@ class RunPinned(Value):
     by: str = ""
 
 
+class VerificationEnded(Value):
+    """A verification of an ended run has ended. A fact of the cluster, for the reason of
+    RunPinned."""
+
+    run_id: RunId
+    conclusion: Conclusion
+    num_equal: int
+    """The recorded digests that were computed again."""
+    num_unverified: int
+    workers: tuple[WorkerId, ...]
+    """The workers that have computed them again."""
+    wall_s: float
+    by: str = ""
+
+
 class BlobsHeld(Value):
     """The blobs that a backup copies are kept until a leader-clock time, even if no run needs
     them."""
@@ -128,6 +143,7 @@ class ClusterSummed(Value):
     workers: tuple[KnownWorker, ...] = ()
     uploads: Mapping[str, tuple[Digest, ...]] = {}
     pinned: tuple[RunId, ...] = ()
+    verifications: tuple[VerificationEnded, ...] = ()
     holds: Mapping[Digest, float] = {}
 
 
