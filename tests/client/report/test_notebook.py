@@ -66,6 +66,11 @@ def test_lists_are_tables_for_people_and_still_tuples() -> None:
     shown = ListedWorkers([worker])._repr_html_()
     assert "<td>alive</td><td>cpu (X86)</td><td>23.5 GiB</td><td>2</td><td>r</td>" in shown
     assert "reason" not in shown
+    suspect = replace(worker, quarantine="segment 3 was wrong", is_alive=False, silent_s=7.0)
+    shown = ListedWorkers([suspect])._repr_html_()
+    assert "<td>quarantined, lost, silent for 7 s</td>" in shown
+    assert "<td>segment 3 was wrong</td>" in shown
+    assert (worker.may_work, suspect.may_work) == (True, False)
     event = Event(3, 1.8e9, "Noted", "said", {}, Phase.RUNNING)
     cells = "<td>2027-01-15 08:00:00 UTC</td><td>Noted</td><td>RUNNING</td><td>said</td>"
     assert cells in ListedEvents([event])._repr_html_()

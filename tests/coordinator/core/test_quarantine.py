@@ -189,7 +189,7 @@ def test_a_release_names_its_caller_and_is_refused_for_others() -> None:
 
 def test_the_sentences_name_the_worker_and_the_reason() -> None:
     assert [sentence(fact) for fact in (MARKED, QUARANTINED, RELEASED)] == [
-        "worker a is marked: segment 2 was refuted",
-        "worker a is quarantined: computes wrongly",
+        "worker a is marked by run run-1: segment 2 was refuted",
+        "worker a is quarantined by run run-1: computes wrongly",
         "worker a released from quarantine by client ops",
     ]

@@ -119,7 +119,7 @@ def workers(
         ),
     ] = "",
 ) -> None:
-    """List registered workers, and quarantined and refused ones with the reason."""
+    """List registered workers, and refused ones with the reason."""
     with access.client() as client:
         if release:
             client.release_worker(release)

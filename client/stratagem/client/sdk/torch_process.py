@@ -473,7 +473,7 @@ def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
     alive = sorted((w for w in workers if w.may_work), key=lambda worker: worker.worker_id)
     waits = "the run waits for one, up to placement_timeout_s"
     if not alive:
-        yield Finding("workers", "", Level.WARN, "none is alive", waits)
+        yield Finding("workers", "", Level.WARN, "none is alive and may work", waits)
         return
     listed = _names([worker.worker_id for worker in alive])
     yield Finding("workers", "", Level.OK, f"{len(alive)} are alive: {listed}")

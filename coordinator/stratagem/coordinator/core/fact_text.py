@@ -205,8 +205,10 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkerLost": lambda e: f"worker {e.member.worker_id} is lost: {e.reason}",
     "WorkerDraining": lambda e: f"worker {e.member.worker_id} is draining",
     "WorkerLeft": lambda e: f"worker {e.member.worker_id} has left: {e.reason}",
-    "WorkerMarked": lambda e: f"worker {e.worker_id} is marked: {e.reason}",
-    "WorkerQuarantined": lambda e: f"worker {e.worker_id} is quarantined: {e.reason}",
+    "WorkerMarked": lambda e: f"worker {e.worker_id} is marked by run {e.run_id}: {e.reason}",
+    "WorkerQuarantined": lambda e: (
+        f"worker {e.worker_id} is quarantined by run {e.run_id}: {e.reason}"
+    ),
     "WorkerReleased": lambda e: _by(f"worker {e.worker_id} released from quarantine", e),
     "WorkersForgotten": lambda e: f"forgotten, as they were lost long ago: {_few(e.names)}",
     "DataUploaded": lambda e: f"{e.owner} has uploaded {e.digest}",

@@ -169,7 +169,8 @@ class Strategy:
     inside this one."""
     decide: Callable[[JobSpec, Any, World, float], Fact | None]
     """(job, value, world, now_s): the next fact that follows from the present situation, if any. It
-    is asked again after each fact until it answers None, so it decides one thing at a time."""
+    is asked again after each fact until it answers None, so it decides one thing at a time.
+    WorkerMarked and WorkerQuarantined hold in all runs, and reach the strategy in the world."""
     transition: Callable[[JobSpec, Any, Fact, float], Any]
     """(job, value, fact, now_s): the run value with one journaled fact folded in; now_s: the time
     at which the fact was journaled."""
