@@ -136,6 +136,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         ("metrics", metrics_text(status.metrics)),
         *_population_rows(status),
         ("best", _no_best_text(status)),
+        ("checked", status.verification),
         ("workers", ", ".join(status.worker_ids)),
         ("threads", f"{threads} of each worker; {_BITS_OF_THREADS}" if threads else ""),
         ("submitted", _submitted_text(status)),
