@@ -150,6 +150,7 @@ COUNTED = {
     "StratagemWorkerLost": partial(sets, FACTS, kind="WorkerLost"),
     "StratagemRunFailed": partial(sets, FACTS, kind="RunFailed"),
     "StratagemUpdatesRejected": partial(sets, UPDATES, outcome="rejected"),
+    "StratagemSegmentRefuted": partial(sets, "stratagem_verifications_total", result="refuted_run"),
     "StratagemDefect": partial(sets, REFUSED, method=SUBMIT, error="internal"),
     "StratagemPlanDefect": partial(sets, EXECUTIONS, outcome="defect"),
 }

@@ -249,6 +249,7 @@ class RunInfo(_message.Message):
     SUBMITTED_BY_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    LAST_VERIFICATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     phase: Global___RunPhase.ValueType
@@ -289,6 +290,8 @@ class RunInfo(_message.Message):
     """
     pinned: _builtins.bool
     """It is kept, whatever the retention limits say, until it is unpinned."""
+    verification: _builtins.str
+    """What its verification has found so far, in words; empty where its job asks for none."""
     @_builtins.property
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitInfo]: ...
     @_builtins.property
@@ -300,7 +303,7 @@ class RunInfo(_message.Message):
     @_builtins.property
     def error(self) -> _types_pb2.UserError: ...
     @_builtins.property
-    def verification(self) -> Global___VerificationResult:
+    def last_verification(self) -> Global___VerificationResult:
         """What the newest verification after its end has found; unset when there was none."""
 
     def __init__(
@@ -329,11 +332,12 @@ class RunInfo(_message.Message):
         data_plane: _builtins.str = ...,
         submitted_by: _builtins.str = ...,
         pinned: _builtins.bool = ...,
-        verification: Global___VerificationResult | None = ...,
+        verification: _builtins.str = ...,
+        last_verification: Global___VerificationResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "verification", b"verification"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "last_verification", b"last_verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "data_plane", b"data_plane", "ended_at_s", b"ended_at_s", "engine", b"engine", "error", b"error", "event_index", b"event_index", "job_json", b"job_json", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "reproducible", b"reproducible", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "submitted_by", b"submitted_by", "verification", b"verification", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "data_plane", b"data_plane", "ended_at_s", b"ended_at_s", "engine", b"engine", "error", b"error", "event_index", b"event_index", "job_json", b"job_json", "last_verification", b"last_verification", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "reproducible", b"reproducible", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "submitted_by", b"submitted_by", "verification", b"verification", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,7 +85,7 @@ def test_a_shell_completes_commands_and_run_ids(
     ("line", "offered"),
     [
         ("stratagem stat", ["status"]),
-        ("stratagem watch mine-1 --kind Seg", ["SegmentCommitted", "SegmentFinished"]),
+        ("stratagem watch mine-1 --kind SegmentF", ["SegmentFinished"]),
         ("stratagem export mine-1 --to te", ["tensorboard:"]),
         ("stratagem stop --coordinator {address} o", ["other"]),
         ("stratagem status mi", []),

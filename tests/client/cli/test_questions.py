@@ -16,9 +16,10 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from stratagem.client.cli.shared import PlainConsole, make_console
-from stratagem.client.course.views import run_status
+from stratagem.client.course.views import Event, Phase, run_status
 from stratagem.client.sdk.blocking import Client
 from stratagem.client.terminal.tables import print_runs, print_status
+from stratagem.common.job import JobSpec
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.cli.command_line import PROGRAM, invoke, json_lines
 from tests.client.fake_coordinator import JOB, FakeCoordinator
@@ -209,6 +210,27 @@ def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None
         "    0  PENDING     submitted",
         "    1  RUNNING     model built",
     ]
+
+
+def test_watch_leaves_out_how_a_run_is_verified_and_status_says_the_result(
+    address: str, fake: FakeCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = JobSpec.parse({**JOB, "verification": {"sample": 1.0}})
+    again = {"party": "verifier", "segment": 1}
+    told = [("SegmentCommitted", again), ("SegmentVerified", {"segment": 1, "workers": ["w1"]})]
+    events = [Event(0, 0.0, kind, kind, fact, Phase.RUNNING) for kind, fact in told]
+    fake.tell("mine", job, events)
+    fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
+    options = ("mine", "--coordinator", address)
+    lines = invoke("watch", *options).stdout.splitlines()
+    assert [line.split()[-1] for line in lines] == ["SegmentVerified", "done"]
+    asked = invoke("watch", *options, "--kind", "SegmentCommitted").stdout
+    assert asked.split()[-1] == "SegmentCommitted"
+    found = "12 chosen segments verified, 1 not"
+    info = fake.runs["mine"].info()
+    info.verification = found
+    print_status(make_console(), run_status(info))
+    assert f"checked   {found}" in capsys.readouterr().out.splitlines()
 
 
 def test_an_unknown_run_is_one_line(address: str) -> None:

@@ -1,5 +1,7 @@
 """When workers were members, and why they were no longer."""
 
+from dataclasses import replace
+
 from stratagem.client.course.members import members
 from stratagem.client.course.views import Event, Phase
 from tests.client.course.recorded import golden
@@ -47,3 +49,10 @@ def test_members_of_a_run_that_goes_on_have_no_end() -> None:
     found = members(golden("golden-allreduce")[:5])
     assert [(each.ended_s, each.ending) for each in found] == [(None, "")] * len(found)
     assert len(found) > 1
+
+
+def test_who_only_verifies_is_no_member() -> None:
+    verifier = formed(1, "verifies segment 1", "w1a")
+    verifier = replace(verifier, payload={**verifier.payload, "party": "verifier"})
+    found = members([formed(0, "w0 joined, 1 of 1 workers", "w0a"), verifier])
+    assert [each.worker_id for each in found] == ["w0"]

@@ -417,3 +417,18 @@ def test_a_run_that_ends_while_a_sink_is_written_is_written_to_its_end(tmp_path:
         assert problem.result(PATIENCE_S) == ""
     assert not told
     assert (tmp_path / "rows.csv").read_text().count("\n") > 4
+
+
+def test_what_only_verifies_a_run_is_in_no_sink(tmp_path: Path) -> None:
+    run = PlayedRun([4])
+    run.advance()
+    metrics = {"test.accuracy": 0.5}
+    run.say("SegmentFinished", party="verifier", segment=1, step=4, metrics=metrics)
+    run.say("SegmentRefuted", segment=1, step=4)
+    run.end()
+    sink = SINKS["jsonl"](str(tmp_path / "mine"))
+    bring(run, sink, sink.open(RUN), is_whole=True)
+    sink.close()
+    lines = [json.loads(line) for line in written("jsonl", tmp_path / "mine").splitlines()]
+    kinds = [line["event"]["kind"] for line in lines if "event" in line]
+    assert kinds == ["SegmentFinished", "SegmentRefuted", "RunCompleted"]

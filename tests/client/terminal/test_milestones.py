@@ -4,6 +4,8 @@ import io
 from collections.abc import Iterable
 from dataclasses import replace
 
+from typing import Any
+
 import pytest
 
 from stratagem.client.cli.shared import Detail, Format, PlainConsole, RunDisplay, show
@@ -193,3 +195,31 @@ def test_what_was_known_is_counted_and_not_said() -> None:
         "10%  round 3/30  12 of 13 done, 1 rejected  loss 1.50",
         "COMPLETED  completed: all",
     ]
+
+
+def test_the_verifier_is_no_part_of_the_run_and_a_refutation_is_always_said() -> None:
+    of: dict[str, Any] = {"party": "verifier", "segment": 1, "step": 100}
+    verifying = [
+        fact("MembersFormed", party="verifier", membership=1, sentence="verifier: members are w1"),
+        finished(1, party="verifier", loss=7.0, metrics={"test.accuracy": 0.1}),
+        fact("SegmentCommitted", **of, metrics={"test.accuracy": 0.1}),
+        fact("PartyFailed", **of, sentence="verifier: failed: its code raised"),
+    ]
+    verified = fact("SegmentVerified", segment=1, step=100, sentence="segment 1 verified by w1")
+    run = FollowedRun("mine-1", "mine", "Local", "test.accuracy", num_segments=30)
+    shown = RunDisplay(run)
+    begun = [shown.fold(item) for item in BEGIN]
+    assert all(begun)
+    assert not any(shown.fold(item) for item in (*verifying, verified))
+    assert not run.has_begun
+    assert (run.step, run.mean_loss, run.metrics) == (0, None, {})
+    assert run.sentence == verified.sentence
+    refuted = fact("SegmentRefuted", segment=1, step=100, sentence="segment 1 differs")
+    back = fact("RunResumed", from_segment=0, step=0, sentence="resumed from commit 0")
+    told_at_once = told(*BEGIN, finished(1), *verifying, refuted, back, END, seconds_each=0.0)
+    assert told_at_once == [
+        *("submitted", "REFUTED  segment 1 differs"),
+        *("resumed from commit 0", "COMPLETED  completed: all"),
+    ]
+    everything = told(*BEGIN, *verifying, detail=Detail.EVENTS)
+    assert everything[-1] == "RUNNING  verifier: failed: its code raised"

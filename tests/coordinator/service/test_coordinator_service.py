@@ -291,7 +291,7 @@ async def test_the_newest_verification_of_an_ended_run_is_shown_with_it(tmp_path
         for num_equal in (3, 7):
             result.num_equal = num_equal
             await stub.RecordVerification(record())
-        shown = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.verification
+        shown = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.last_verification
         assert (shown.conclusion, shown.num_equal, list(shown.workers)) == ("EQUAL", 7, ["w-1"])
         assert shown.verified_by == "", "the coordinator says who it was"
         assert shown.time_s > 0
@@ -301,11 +301,13 @@ async def test_the_newest_verification_of_an_ended_run_is_shown_with_it(tmp_path
         _, reason = await refused(stub.RecordVerification(record()))
         assert reason.startswith("result.conclusion: 'FINE' is none of EQUAL, ")
     async with coordinator(tmp_path) as stub:
-        shown = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.verification
+        shown = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.last_verification
         assert shown.num_equal == 7
         await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-1"))
         await stub.SubmitRun(submit("r-1"))
-        assert not (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.HasField("verification")
+        assert not (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run.HasField(
+            "last_verification"
+        )
 
 
 async def test_one_subscription_follows_all_runs(

@@ -12,7 +12,9 @@ from stratagem.common.numerics.verification import VERIFIER, Conclusion
 from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, Report, ResumeRun, SubmitRun
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.pending import pending
+from stratagem.coordinator.core.run_view import view_of
 from stratagem.coordinator.core.state import RunPhase
 from tests.coordinator.core.jobs import DATA_PARALLEL, GOSSIP, LOCAL, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, digest, do
@@ -126,7 +128,8 @@ def test_what_is_right_is_verified_and_nothing_else_changes(strategy: dict[str, 
     assert [fact.segment for fact in facts] == [1, 2, 3, 4]
     assert not simulation.facts(f.SegmentRefuted)
     assert simulation.record.is_reproducible
-    assert simulation.status.extra["verification"] == "4 chosen segments verified"
+    run_view = view_of(world_of(simulation.state), simulation.record, 0.0)
+    assert run_view.verification == "4 chosen segments verified"
     workers = {name for _, names in simulation.verifying() for name in names}
     trainers = {name for party, _, names in simulation.computed if not party for name in names}
     assert not workers & trainers

@@ -37,7 +37,7 @@ from stratagem.client.cli.shared import (
     show,
     tag_arguments,
 )
-from stratagem.client.course.views import Event
+from stratagem.client.course.views import Event, is_of_verifier
 from stratagem.client.dashboard.start import page_beside
 from stratagem.client.local.cluster import LocalCluster, LocalRun, threads_each
 from stratagem.client.sdk.blocking import Client, RunHandle
@@ -212,6 +212,7 @@ def watch(
 ) -> None:
     """Print the events of a run as they happen, until it ends.
 
+    Steps of its verification are left out, but not its results; --kind and JSON have all.
     Ctrl-C only stops printing.
     """
     with access.client() as client:
@@ -221,7 +222,7 @@ def watch(
         for item in items:
             if form is Format.JSON:
                 print_items(console, [item])
-            elif isinstance(item, Event):
+            elif isinstance(item, Event) and (kinds or not is_of_verifier(item)):
                 print_line(console, f"{item.index:>5}  {item.phase:<10}  {item.sentence}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from stratagem.client.course.views import ENDS, Event, ended_by, party_of
+from stratagem.client.course.views import ENDS, Event, ended_by, is_of_verifier, party_of
 
 # ---- Members ----
 
@@ -63,8 +63,10 @@ class MembersFolding:
         return tuple(sorted(intervals, key=lambda stay: (stay.began_s, stay.party, stay.rank)))
 
     def fold(self, event: Event) -> None:
-        """Process the next event of the run."""
+        """Process the next event of the run; workers that only verify it are no members."""
         match event.kind:
+            case _ if is_of_verifier(event):
+                return
             case "ProcessDied":
                 member = event.payload["member"]
                 self._died[member["worker_id"], member["incarnation"]] = event.payload

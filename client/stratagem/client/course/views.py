@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.v1 import coordinator_pb2 as pb
 
 # ---- Views ----
@@ -134,7 +135,9 @@ class RunStatus:
     """The submitter, such as "client alice" or "token ci"; empty without authentication."""
     pinned: bool = False
     """The run is kept until it is unpinned."""
-    verification: VerificationResult | None = None
+    verification: str = ""
+    """The result of its verification so far, in words; empty if its job asks for none."""
+    last_verification: VerificationResult | None = None
     """The result of the newest `verify` of the run; None if nobody has verified it."""
 
     @property
@@ -331,8 +334,8 @@ def run_status(info: pb.RunInfo) -> RunStatus:
         commits=tuple(map(_commit, info.commits)),
         error=_read(UserError, info.error) if info.HasField("error") else None,
         job=json.loads(info.job_json) if info.job_json else {},
-        verification=_read(VerificationResult, info.verification)
-        if info.HasField("verification")
+        last_verification=_read(VerificationResult, info.last_verification)
+        if info.HasField("last_verification")
         else None,
     )
 
@@ -449,6 +452,12 @@ def numbers(values: Any) -> dict[str, float]:
 def party_of(event: Event) -> str:
     """Return the path of the party that an event is about; "" for the root."""
     return str(event.payload.get("party") or "")
+
+
+def is_of_verifier(event: Event) -> bool:
+    """Return True if an event is about the party that executes segments of the run again: it is no
+    part of the run's own course."""
+    return party_of(event) == VERIFIER
 
 
 def undone_from(event: Event) -> int | None:

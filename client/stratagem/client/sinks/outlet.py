@@ -13,7 +13,7 @@ from typing import Final, Protocol, Self
 import numpy as np
 
 from stratagem.client.course.step_history import History, StepSeries
-from stratagem.client.course.views import Event, Progress, RunStatus
+from stratagem.client.course.views import Event, Progress, RunStatus, is_of_verifier
 from stratagem.client.sdk.blocking import RunHandle
 from stratagem.client.sinks.sink import Cursor, RowBlock, Sink, SinkRun, sink_of
 from stratagem.common.base.errors import InvalidInputError
@@ -25,6 +25,7 @@ from stratagem.common.history.recording import is_of_newest_segment
 KINDS: Final = (
     *("RunSubmitted", "RunResumed", "MembersFormed", "ModelBuilt"),
     *("SegmentFinished", "SegmentCommitted", "Evaluated", "RoundClosed", "GenerationClosed"),
+    "SegmentRefuted",
     *("RunCompleted", "StoppedEarly", "RunFailed", "RunCancelled"),
 )
 """The kinds of events that sinks receive."""
@@ -56,7 +57,7 @@ def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) ->
     """
     events = run.watch(cursor.event_index + 1, kinds=KINDS, follow=False)
     for event in events:
-        if not isinstance(event, Event):
+        if not isinstance(event, Event) or is_of_verifier(event):
             continue
         if _goes_back(event, cursor):
             again = sink.restart()

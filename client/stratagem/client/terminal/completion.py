@@ -36,6 +36,7 @@ EVENT_KINDS: Final = (
     *("MembersFormed", "ModelBuilt", "Noted", "PartyFailed", "PopulationFormed", "ProcessDied"),
     *("RosterFormed", "RoundClosed", "RoundWaits", "RunCancelled", "RunCompleted", "RunFailed"),
     *("RunReleased", "RunResumed", "RunSubmitted", "SegmentCommitted", "SegmentFinished"),
+    *("SegmentRefuted", "SegmentVerified"),
     *("StoppedEarly", "UpdateReceived", "UpdateRejected", "UpdatesJudged"),
 )
 """The event kinds that are completed; a coordinator may know others."""

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stratagem.client.course.rounds import RoundsFolding
-from stratagem.client.course.views import Event, Phase, Progress, RunStatus, number, numbers
+from stratagem.client.course.views import (
+    Event,
+    Phase,
+    Progress,
+    RunStatus,
+    is_of_verifier,
+    number,
+    numbers,
+)
 
 MOST_ROUNDS: Final = 8
 """The number of newest rounds to keep, because a late update counts in one of the next rounds."""
@@ -108,6 +116,8 @@ class FollowedRun:
                 self.sentence, self.is_waiting, self.latest = item.reason, True, None
             case Progress():
                 self._progress(item)
+            case Event() if is_of_verifier(item):
+                self.phase = item.phase
             case Event():
                 self.phase, self.sentence, self.is_waiting = item.phase, item.sentence, False
                 self.rounds.fold(item)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from stratagem.client.course.client_sums import ClientState
 from stratagem.client.course.members import failure_text
-from stratagem.client.course.views import ENDS, Event, Phase, Progress
+from stratagem.client.course.views import ENDS, Event, Phase, Progress, is_of_verifier
 from stratagem.client.terminal.followed import FollowedRun, evaluations_in
 from stratagem.client.terminal.tables import bar_text, duration_text, few, more_text, number_text
 from stratagem.common.base.text import printable, values_text
@@ -396,7 +396,11 @@ class _Above(io.TextIOBase):
 # A milestone is an item of a run that is worth a line of its own. There is one line per segment,
 # round, generation and phase, and failures are always shown. The functions are pure.
 
-TROUBLE: Final = frozenset({"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"})
+TROUBLE: Final = {
+    **dict.fromkeys(("BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"), ""),
+    "SegmentRefuted": "REFUTED",
+}
+"""The kinds of events that are printed at once, with the word before each; "": the run's phase."""
 ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})
 """The kinds of events about the whole run that are printed as their sentence."""
 
@@ -413,15 +417,15 @@ class Milestone:
 def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milestone | None:
     """Return the line to print for an item; None if the item is not worth a line. before: the phase
     of the run before the item; run: after it."""
-    if not isinstance(item, Event):
+    if not isinstance(item, Event) or is_of_verifier(item):
         return None
     if item.kind in ENDS:
         text = item.sentence if item.phase is Phase.COMPLETED else _reached(run, item)
         return Milestone(SEPARATOR.join(filter(None, (item.phase, text))), is_urgent=True)
-    if item.kind in TROUBLE:
-        return Milestone(f"{item.phase}{SEPARATOR}{item.sentence}", is_urgent=True)
-    if item.phase is not before and (item.phase is Phase.RECOVERING or before is Phase.RECOVERING):
-        return Milestone(f"{item.phase}{SEPARATOR}{item.sentence}", is_urgent=True)
+    recovers = item.phase is not before and Phase.RECOVERING in (item.phase, before)
+    if item.kind in TROUBLE or recovers:
+        word = TROUBLE.get(item.kind) or item.phase
+        return Milestone(f"{word}{SEPARATOR}{item.sentence}", is_urgent=True)
     if item.payload.get("party"):
         return None
     match item.kind:
@@ -437,7 +441,8 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
             is_first = item.payload.get("membership") == 1
             return Milestone(item.sentence, is_urgent=not is_first)
         case kind if kind in ONCE or (item.phase is not before and not item.phase.is_final):
-            is_unusual = bool(item.payload.get("warning") or item.payload.get("conversion"))
+            of_note = ("warning", "conversion", "from_segment")
+            is_unusual = any(item.payload.get(key) not in (None, "") for key in of_note)
             return Milestone(item.sentence, is_urgent=is_unusual)
         case _:
             return None

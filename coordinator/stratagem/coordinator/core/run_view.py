@@ -85,6 +85,7 @@ class RunView(Value):
     is_reproducible: bool
     data_plane: str
     submitted_by: str
+    verification: str = ""
 
 
 def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
@@ -114,6 +115,7 @@ def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
         is_reproducible=run.is_reproducible,
         data_plane=_data_plane(world, status),
         submitted_by=run.submitted_by,
+        verification=status.extra.get("verification", ""),
     )
 
 

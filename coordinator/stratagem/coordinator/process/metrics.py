@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from stratagem.common.base.ids import RunId
+from stratagem.common.numerics.verification import VERIFIER, Conclusion
 from stratagem.common.observe.metrics import Metric, Readings, Values, one
 from stratagem.common.observe.metrics_server import (
     SHARED,
@@ -48,6 +49,14 @@ COMMITS: Final = Metric(
 )
 SEGMENTS: Final = Metric(
     "stratagem_coordinator_segments_total", "counter", "segments finished since the start"
+)
+VERIFICATIONS: Final = Metric(
+    "stratagem_verifications_total",
+    "counter",
+    "segments that other workers have computed again since the start: verified, refuted_run (the "
+    "run was wrong and has returned), refuted_verifier, refuted_job (the bits do not repeat), open "
+    "(nobody could decide)",
+    ("result",),
 )
 ROUNDS: Final = Metric(
     "stratagem_coordinator_rounds_total", "counter", "federated rounds closed since the start"
@@ -158,6 +167,7 @@ METRICS: Final = (
     NOT_RUNNING,
     COMMITS,
     SEGMENTS,
+    VERIFICATIONS,
     ROUNDS,
     UPDATES,
     REFUSED,
@@ -189,6 +199,14 @@ _COUNTED: Final = (
     (SEGMENTS, "SegmentFinished"),
     (ROUNDS, "RoundClosed"),
 )
+_RESULTS: Final = {
+    "verified": "SegmentVerified",
+    "refuted_run": f"SegmentRefuted {Conclusion.RUN}",
+    "refuted_verifier": f"SegmentRefuted {Conclusion.VERIFIER}",
+    "refuted_job": f"SegmentRefuted {Conclusion.JOB}",
+    "open": f"SegmentRefuted {Conclusion.OPEN}",
+}
+"""The key under which the facts of each result of a verification are counted."""
 
 
 class CoordinatorMonitor:
@@ -293,7 +311,8 @@ def _counted(
 ) -> Iterator[tuple[Metric, Values]]:
     yield FACTS, {(kind,): facts[kind] for kind in KINDS}
     for metric, kind in _COUNTED:
-        yield metric, one(facts[kind])
+        yield metric, one(facts[kind] - facts[f"{kind} {VERIFIER}"])
+    yield VERIFICATIONS, {(result,): facts[key] for result, key in _RESULTS.items()}
     yield (
         UPDATES,
         {

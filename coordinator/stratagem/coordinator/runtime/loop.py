@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -26,12 +26,13 @@ from stratagem.common.base.errors import (
     WrongStateError,
 )
 from stratagem.common.base.ids import RunId
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.observe.metrics import Durations
 from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import Command, JournalEntry, Refusal, RefusalKind, Tick
 from stratagem.coordinator.core.decide import Agenda, decide, world_of
 from stratagem.coordinator.core.fact_text import sentence
-from stratagem.coordinator.core.facts import ClusterSummed, RunDeleted
+from stratagem.coordinator.core.facts import ROOT, ClusterSummed, Fact, RunDeleted, SegmentRefuted
 from stratagem.coordinator.core.run_view import RunView, at_rest, put_to_rest
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord, World
 from stratagem.coordinator.core.strategy_calls import without_draws
@@ -110,7 +111,7 @@ class Loop:
         self._is_summing_up = False
         self._deadline: asyncio.TimerHandle | None = None
         self.facts: Counter[str] = Counter()
-        """The number of facts journaled since the start, per kind."""
+        """The number of facts journaled since the start, by the keys of `counted_as`."""
         self.append_seconds = Durations(APPEND_BOUNDS_S)
         self.renewed_s = time.monotonic()
         """Monotonic time at which the lead was last confirmed."""
@@ -310,7 +311,8 @@ class Loop:
             began_s = time.perf_counter()
             await self.recorded.append(batch.committed, ended, batch.histories)
             self.append_seconds.add(time.perf_counter() - began_s)
-            self.facts.update(type(item.entry.fact).__name__ for item in batch.committed)
+            for item in batch.committed:
+                self.facts.update(counted_as(item.entry.fact))
             batch.state = put_to_rest(batch.state, [run for run, _ in ended])
             for run, _ in ended:
                 self._agenda.note(batch.state, run.run_id)
@@ -343,6 +345,16 @@ class Loop:
 
     def _tick(self) -> None:
         self._queue.put_nowait(_Ask(Tick(), asyncio.get_running_loop().create_future()))
+
+
+def counted_as(fact: Fact) -> Iterator[str]:
+    """Yield the keys under which a fact is counted: its kind, and what metrics tell apart in it."""
+    kind = type(fact).__name__
+    yield kind
+    if isinstance(fact, SegmentRefuted):
+        yield f"{kind} {fact.conclusion}"
+    elif getattr(fact, "party", ROOT) == VERIFIER:
+        yield f"{kind} {VERIFIER}"
 
 
 def _shown_index(before: RunRecord | EndedRun | None, now: RunRecord | EndedRun | None) -> int:

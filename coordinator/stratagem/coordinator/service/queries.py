@@ -90,7 +90,7 @@ class Runs:
         if (result := state.verifications.get(view.run_id)) is not None:
             same = result.model_dump(exclude={"run_id", "wall_s", "by"})
             shown = pb.VerificationResult(**same, verified_by=result.by, time_s=result.wall_s)
-            info.verification.CopyFrom(shown)
+            info.last_verification.CopyFrom(shown)
         return info
 
     async def watch(self) -> AsyncIterator[pb.WatchRunsResponse]:
