@@ -34,8 +34,8 @@ class Computing(Simulation):
     """A simulation whose states follow from the states before, as workers compute them."""
 
     disturb: Disturb = nobody
-    states: dict[tuple[str, int], str] = field(default_factory=dict)
-    """The state that each party holds after a segment."""
+    states: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    """The state that each party of a run holds after a segment."""
     computed: list[tuple[str, int, frozenset[str]]] = field(default_factory=list)
     """Party, segment and workers of each execution."""
 
@@ -53,12 +53,13 @@ class Computing(Simulation):
             self.computed.append((effect.party, effect.segment, names))
             before = effect.base.digest[:40]
             if effect.base.segment + 1 != effect.segment:
-                before = self.states[effect.party, effect.segment - 1]
+                before = self.states[effect.run_id, effect.party, effect.segment - 1]
             wrong = self.disturb(names, effect.segment, number)
             text = f"{before}/{effect.to_step}/{effect.num_skipped}{wrong}"
-            self.states[effect.party, effect.segment] = digest(str(hash(text)))[:40]
+            place = effect.run_id, effect.party, effect.segment
+            self.states[place] = digest(str(hash(text)))[:40]
         if isinstance(effect, e.CommitSegment):
-            state = self.states[effect.party, effect.segment]
+            state = self.states[effect.run_id, effect.party, effect.segment]
             return fact.model_copy(update={"digest": Digest(state.ljust(64, "0"))})
         return fact
 
@@ -286,6 +287,23 @@ def test_a_stopped_run_is_resumed_without_its_old_checks() -> None:
     assert simulation.record.ended is RunPhase.COMPLETED
     assert simulation.course == undisturbed(LOCAL)
     assert not simulation.facts(f.SegmentRefuted)
+
+
+@pytest.mark.parametrize("num_before", [0, 8, 12, 16])
+def test_two_runs_blame_the_same_worker_once_and_nobody_else(num_before: int) -> None:
+    """Members of one are a, b and c, and those of the other a, d and e, of which some verify."""
+    simulation = Computing(disturb=always("a"))
+    simulation.come("abcde")
+    text = verified(DATA_PARALLEL, on="any")
+    simulation.tell(SubmitRun(RUN, text, 0.0))
+    simulation.go_on(num_before)
+    simulation.tell(SubmitRun(RunId("other"), text, 0.0))
+    simulation.complete()
+    assert simulation.course == undisturbed(DATA_PARALLEL)
+    refuted = [fact.quarantined for fact in simulation.facts(f.SegmentRefuted)]
+    assert refuted == [("a",), ("a",)]
+    assert [fact.worker_id for fact in simulation.facts(f.WorkerQuarantined)] == ["a"]
+    assert not simulation.facts(f.WorkerMarked)
 
 
 def apart(names: frozenset[str], segment: int, _number: int) -> str:

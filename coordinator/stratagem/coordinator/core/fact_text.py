@@ -156,7 +156,7 @@ def _refuted(fact: f.SegmentRefuted) -> str:
         text = f"segment {fact.segment} computed by {run} differs from that by {second}"
     text += f": {_CONCLUSIONS[fact.conclusion]}"
     if fact.quarantined:
-        return f"{text}; {_few(fact.quarantined)} computed it wrongly again"
+        return f"{text}; quarantined: {_few(fact.quarantined)}"
     return f"{text}; {_few(fact.marked)} may have been wrong once" if fact.marked else text
 
 

@@ -108,11 +108,6 @@ class Check:
         names = (one.workers for one in alone if (one.digest == self.right) is is_right)
         return frozenset[WorkerId]().union(*names)
 
-    @property
-    def marked(self) -> Workers:
-        """Return the workers that get a mark: all suspects, if nobody has been wrong again."""
-        return frozenset() if self.wrong else self.suspects
-
 
 @dataclass(frozen=True, slots=True)
 class Blame:
@@ -130,6 +125,16 @@ class Blame:
 def reason_of(segment: int) -> str:
     """Return the reason of a penalty, as a phrase about the worker."""
     return f"computed another state of segment {segment} than others"
+
+
+def blame_of(check: Check, workers: Mapping[WorkerId, WorkerRecord]) -> Blame:
+    """Return who has to be punished after a check; all suspects get a mark, if nobody has been
+    wrong again. One that another run has had quarantined meanwhile has been, and clears the others.
+    """
+    quarantined = (name for name in check.suspects if name in workers and workers[name].quarantine)
+    wrong = check.wrong | frozenset(quarantined)
+    marked = frozenset[WorkerId]() if wrong else check.suspects
+    return Blame(wrong, marked, check.differed_s, reason_of(check.points[0].segment))
 
 
 def penalties(

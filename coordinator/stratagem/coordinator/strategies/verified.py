@@ -38,11 +38,10 @@ from stratagem.coordinator.core.strategy_contract import (
 )
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.verdict import (
-    Blame,
     Check,
     Workers,
+    blame_of,
     penalties,
-    reason_of,
 )
 from stratagem.coordinator.strategies.verified_run import (
     VerifiedRun,
@@ -122,15 +121,20 @@ def _verdict(value: VerifiedRun, world: World, now_s: float) -> Fact | None:
     check = value.checks[0]
     if _probed(value, world) is not None:
         return None
-    if conclusion is Conclusion.RUN and not check.wrong and value.unexplained == check.points[0]:
+    blame = blame_of(check, world.workers)
+    if conclusion is Conclusion.RUN and not blame.wrong and value.unexplained == check.points[0]:
         return _refuted(check, Conclusion.OPEN)  # and again: so would it be after another return
-    blame = Blame(check.wrong, check.marked, check.differed_s, reason_of(check.points[0].segment))
     for penalty in penalties(blame, world.workers, now_s):
         return penalty
-    return _refuted(check, conclusion)
+    return _refuted(check, conclusion, blame.wrong, blame.marked)
 
 
-def _refuted(check: Check, conclusion: Conclusion) -> SegmentRefuted:
+def _refuted(
+    check: Check,
+    conclusion: Conclusion,
+    wrong: Workers = frozenset(),
+    marked: Workers = frozenset(),
+) -> SegmentRefuted:
     point, executions = check.points[0], check.executions
     return SegmentRefuted(
         party=ROOT,
@@ -139,8 +143,8 @@ def _refuted(check: Check, conclusion: Conclusion) -> SegmentRefuted:
         conclusion=conclusion,
         digests=(point.base.digest, *(execution.digest for execution in executions)),
         workers=tuple(tuple(sorted(names)) for names in _workers_of(check)),
-        quarantined=tuple(sorted(check.wrong)),
-        marked=tuple(sorted(check.marked)) if conclusion is check.conclusion else (),
+        quarantined=tuple(sorted(wrong)),
+        marked=tuple(sorted(marked)),
     )
 
 
