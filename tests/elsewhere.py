@@ -1,8 +1,9 @@
 """Runs a command on another day, in another time zone and locale: `make elsewhere`, for tests.
 
-Their verdicts depend on none of these. The day is moved by `tests/endurance/wall_clock.c`, which
-every process of the command inherits, and monotonic clocks are left alone: libfaketime moves these
-too, so that a wait with a deadline lasts a day longer, unless it is told DONT_FAKE_MONOTONIC=1.
+Their verdicts depend on none of these. `tests/endurance/wall_clock.c` moves the wall clock of every
+process of the command and nothing else. libfaketime 0.9.10 is no choice: it moves the monotonic
+clock too, but not the waits of Python's locks until a time of it, which then last for years; with
+DONT_FAKE_MONOTONIC=1 it still moves the end of `time.sleep`, which fails.
 """
 
 import argparse
