@@ -28,7 +28,7 @@ PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup ray lock demo check test budget gpu launch-test interop tutorials screenshots browser-test coverage matrix sweep soak flaky mutants images cluster-test kubernetes-test bench docs site proto fmt clean
+.PHONY: help setup ray lock demo check test elsewhere budget gpu launch-test interop tutorials screenshots browser-test coverage matrix sweep soak flaky mutants images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -68,6 +68,9 @@ check: setup  ## format, lint, types, protos
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
 	$(BIN)/python -m pytest -q -m "not sweep and not soak and not docker and not interop and not browser and not launch" \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore=tests/interop $(ARGS)
+
+elsewhere: setup  ## `make test` a day ahead, in another time zone and locale; DAYS=-90 ZONE=UTC chooses
+	$(BIN)/python -m tests.elsewhere $(addprefix --days=,$(DAYS)) $(addprefix --zone=,$(ZONE)) $(MAKE) test
 
 # ARGS="--write" records what was measured; TESTS has options of `make test`.
 budget: setup  ## all tests, their CPU seconds by folder, and whether that is more than it may be

@@ -11,9 +11,11 @@ import structlog
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+from xdist.workermanage import NodeManager  # type: ignore[import-untyped]
 
 from tests.cpu_seconds import CpuSeconds
 from tests.left_behind import LeftBehind
+from tests.patience import AT_ONCE_S
 from tests.postgres import Postgres
 
 # A busy machine is not a slow function.
@@ -43,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The process that hands tests to others; one that runs them has its folders until it ends.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(LeftBehind(), "left_behind")
+        # One that is killed because a busy machine lets it end slowly leaves a folder behind.
+        NodeManager.EXIT_TIMEOUT = AT_ONCE_S
 
 
 SHARE = ("tests/cluster", "tests/crash", "tests/coordinator/store", "tests/house")

@@ -7,12 +7,14 @@ import sys
 from stratagem.coordinator.runtime.memory import rest
 
 LEAVES_HOLES = """
+import os
 from stratagem.common.process.process import give_back, tune_malloc
 
 def rss_mb():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1024
 
+os.environ.pop("LD_PRELOAD", None)  # what is preloaded is no malloc, but another clock
 assert "tuned" in tune_malloc()
 chunks = [bytes([n % 255 + 1]) * 2**20 for n in range(100)]
 del chunks[:-1]  # what is free lies below what is not, so no top of a heap is free

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,13 @@ def copies(cache_root: Path) -> set[str]:
     return {path.stem for path in cache_root.glob("??/*.safetensors")}
 
 
-def test_the_copy_that_was_used_least_recently_goes_first(memory: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead_ns", [0, 86400 * 10**9], ids=["of the disk", "a day ahead of it"])
+def test_the_copy_that_was_used_least_recently_goes_first(
+    memory: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_ns: int
+) -> None:
+    """By one clock, where the clock of the disk is another one."""
+    clock = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: clock() + ahead_ns)
     cache = BlobCache(tmp_path / "cache", 250)
     store = memory.blobs(cache=cache)
     first, second, third = (put(store, bytes([n]) * 100) for n in range(3))

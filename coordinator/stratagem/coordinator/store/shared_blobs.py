@@ -112,6 +112,7 @@ class BlobCache:
             _log.warning("no local copy of a blob is kept", digest=digest, reason=str(error))
             temporary.unlink(missing_ok=True)
             return
+        self._copies.touch(digest)  # by the clock of its later uses, as the disk may have its own
         with self._lock:
             self._sizes[digest] = file.num_bytes
             self._sizes.move_to_end(digest)
