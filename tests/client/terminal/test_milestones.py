@@ -3,7 +3,6 @@
 import io
 from collections.abc import Iterable
 from dataclasses import replace
-
 from typing import Any
 
 import pytest
