@@ -21,8 +21,8 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     RunResumed,
 )
-from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_contract import Child, Status, Strategies, Strategy
+from stratagem.coordinator.core.world import RunPhase, World
 from stratagem.coordinator.strategies import nested
 
 

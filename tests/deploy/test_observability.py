@@ -15,7 +15,7 @@ from stratagem.common.identity.tls import DEFAULT_TRUST_DOMAIN, worker_name
 from stratagem.common.observe.exposition import DEPLOYMENT
 from stratagem.common.rpc.status_codes import TABLE
 from stratagem.coordinator.core import facts
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.process.metrics import METRICS as COORDINATOR
 from stratagem.worker.process.metrics import METRICS as WORKER
 from tests.deploy.compose import SERVICES, TLS_COMPOSE, TLS_SERVICES, coordinator, worker

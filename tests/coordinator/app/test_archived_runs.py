@@ -45,8 +45,8 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
 )
 from stratagem.coordinator.core.pending import live_blobs
-from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.strategy_contract import Strategies
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.service.queries import Runs
 from stratagem.coordinator.service.streams import download, which
 from stratagem.v1.coordinator_pb2 import (

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.commands import JournalEntry
 from stratagem.coordinator.core.decide import key_of, limited, placed, world_of
-from stratagem.coordinator.core.state import CoordinatorState, World
+from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.strategy_calls import ask, deadline_of
+from stratagem.coordinator.core.world import World
 
 
 def next_entry(

@@ -28,8 +28,9 @@ from stratagem.coordinator.core.fact_text import decode, encode
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.persistent import PersistentMap
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord
 from stratagem.coordinator.core.strategy_contract import Status, Strategies
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.ask_every_run import next_deadline, next_entry
 from tests.coordinator.core.jobs import job_text
 

@@ -20,8 +20,9 @@ from stratagem.coordinator.core.run_view import (
     recall,
     view_of,
 )
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, EndedRuns, RunPhase
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, EndedRuns
 from stratagem.coordinator.core.strategy_contract import Strategies
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.core.raising_strategies import raising
 from tests.coordinator.core.simulation import RUN, Simulation, digest, start

@@ -13,8 +13,9 @@ from stratagem.coordinator.core.apply import CLUSTER, MAX_UPLOADS, apply
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.retention import has_brought, is_shared, resting_with, runs_with
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase
+from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.strategy_calls import parties_of, value_of
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.strategies.federated.run import Federation
 from stratagem.coordinator.strategies.population.run import PopulationRun
 from tests.coordinator.core.jobs import (

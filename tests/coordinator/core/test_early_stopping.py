@@ -9,7 +9,7 @@ from stratagem.common.job import JobSpec
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun
 from stratagem.coordinator.core.courses import why_stopped, with_course
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     FEDERATED,

@@ -21,7 +21,7 @@ from stratagem.coordinator.core.effect_failures import (
 from stratagem.coordinator.core.facts import ROOT, PartyFailed, RunFailed
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import pending
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, start
 from tests.coordinator.runtime.effects import member, segment

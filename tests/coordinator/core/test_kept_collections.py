@@ -20,7 +20,8 @@ from stratagem.coordinator.core.fact_text import decode, encode
 from stratagem.coordinator.core.pending import live_blobs, needed
 from stratagem.coordinator.core.persistent import PersistentMap, PersistentOrder
 from stratagem.coordinator.core.retention import expire_runs, resting_with
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, EndedRuns, RunPhase
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, EndedRuns
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.simulation import digest, member
 
 pytestmark = pytest.mark.core

@@ -18,9 +18,10 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import ReportTrouble, SubmitRun
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
+from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.strategy_calls import objections_to, parties_of, status_of
 from stratagem.coordinator.core.strategy_contract import GROUP, Strategies
+from stratagem.coordinator.core.world import RunPhase, World
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
 from tests.coordinator.core.jobs import FEDERATED, LOCAL, POPULATION_SECTIONS, job_text, population

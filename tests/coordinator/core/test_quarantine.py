@@ -12,7 +12,8 @@ from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import JournalEntry
 from stratagem.coordinator.core.fact_text import decode, encode, sentence
 from stratagem.coordinator.core.retention import summary_of
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase, WorkerRecord
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.core.world import RunPhase, WorkerRecord
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.core.raising_strategies import with_local

@@ -16,7 +16,6 @@ from stratagem.coordinator.core.effect_failures import FailedTries
 from stratagem.coordinator.core.effects import AccountRound, TrainClient
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.run_view import RunView, at_rest, phase_of, phase_then, view_of
-from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.strategy_calls import (
     draws_in_secret,
     hides_draws,
@@ -26,6 +25,7 @@ from stratagem.coordinator.core.strategy_calls import (
     without_draws,
 )
 from stratagem.coordinator.core.strategy_contract import RunCounts
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.observe.feed import (
     Feed,
     FeedEvent,

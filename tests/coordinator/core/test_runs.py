@@ -22,7 +22,8 @@ from stratagem.coordinator.core.commands import (
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment
 from stratagem.coordinator.core.fact_text import decode, sentence
 from stratagem.coordinator.core.pending import live_blobs, pending
-from stratagem.coordinator.core.state import RunPhase, best_commit, retained
+from stratagem.coordinator.core.state import best_commit, retained
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     EVALUATION,

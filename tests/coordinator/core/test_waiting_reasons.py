@@ -10,8 +10,8 @@ from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.facts import MembersFormed, ModelBuilt, RunSubmitted
-from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.strategy_calls import why_waiting
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.observe.feed import Feed, FeedEvent, SegmentProgress, say_what_is_missing
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import (

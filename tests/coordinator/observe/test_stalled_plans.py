@@ -7,7 +7,7 @@ import pytest
 from stratagem.common.base.ids import Party, RunId
 from stratagem.coordinator.core.commands import EventSpan
 from stratagem.coordinator.core.facts import PartyFailed
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.observe.feed import Feed, FeedEvent, SegmentProgress
 from stratagem.coordinator.observe.troubles import StalledPlans
 from stratagem.v1 import worker_pb2

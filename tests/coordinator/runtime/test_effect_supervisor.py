@@ -33,7 +33,8 @@ from stratagem.coordinator.core.effects import (
     slots,
 )
 from stratagem.coordinator.core.facts import RunReleased
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.observe.feed import Feed, FeedEvent, SegmentProgress, say_what_fails
 from stratagem.coordinator.runtime import supervisor as supervisor_module
 from stratagem.coordinator.runtime.supervisor import RunSupervisor, stop_if_cancelled, task_group

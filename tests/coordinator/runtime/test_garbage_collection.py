@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratagem.coordinator.core.state import World
+from stratagem.coordinator.core.world import World
 from stratagem.coordinator.runtime.memory import GROWTH, LEAST_BLOCKS, Portions, small_portions
 
 

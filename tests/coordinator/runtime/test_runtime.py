@@ -7,7 +7,7 @@ from pathlib import Path
 from stratagem.common.base.ids import Party, RunId
 from stratagem.coordinator.core.commands import EventSpan
 from stratagem.coordinator.core.facts import RunFailed, RunReleased
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.observe.feed import (
     MAX_EVENTS,
     PAGE_BYTES,

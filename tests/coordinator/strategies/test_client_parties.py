@@ -21,8 +21,8 @@ from stratagem.coordinator.core.effects import (
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import live_blobs, pending
-from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_calls import objections_to, status_of
+from stratagem.coordinator.core.world import RunPhase, World
 from stratagem.coordinator.strategies.federated.regions import roster_of_region, rounds_inside
 from tests.coordinator.core.jobs import (
     FEDERATED,

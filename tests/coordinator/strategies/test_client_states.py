@@ -8,7 +8,7 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun
 from stratagem.coordinator.core.effects import AggregateRound, EvaluateState, KeptState
 from stratagem.coordinator.core.pending import live_blobs, pending
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.strategies.federated.ledgers import ClientStates
 from stratagem.coordinator.strategies.federated.run import Federation
 from tests.coordinator.core.jobs import FEDERATED, job_text

@@ -15,7 +15,7 @@ from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import live_blobs, pending
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.strategies.federated.decisions import select
 from stratagem.coordinator.strategies.federated.run import MAX_CLIENTS_AHEAD
 from tests.coordinator.core.ask_every_run import next_deadline

@@ -13,7 +13,7 @@ from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import ROOT, RoundClosed, RoundWaits, UpdatesJudged
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import pending
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import FEDERATED, INNER, job_text, silos
 from tests.coordinator.core.simulation import Simulation, do, opened, rejected, start, trained
 

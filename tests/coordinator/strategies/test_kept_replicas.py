@@ -11,7 +11,8 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment, UploadCommit
 from stratagem.coordinator.core.pending import blobs_of, pending
 from stratagem.coordinator.core.retention import resumed_from
-from stratagem.coordinator.core.state import RunPhase, retained
+from stratagem.coordinator.core.state import retained
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.strategies.schedule import schedule_of
 from stratagem.coordinator.strategies.synchronous.party import RETURN_S
 from tests.coordinator.core.jobs import DATA_PARALLEL, job_text

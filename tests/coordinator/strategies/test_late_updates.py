@@ -9,7 +9,7 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import LoseWorker, SubmitRun
 from stratagem.coordinator.core.effects import AggregateRound, TrainClient
 from stratagem.coordinator.core.pending import live_blobs
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.strategies.federated.closing import weight
 from stratagem.coordinator.strategies.federated.run import Federation
 from tests.coordinator.core.jobs import FEDERATED, INNER, job_text

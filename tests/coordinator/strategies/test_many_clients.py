@@ -10,7 +10,7 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.pending import pending
-from stratagem.coordinator.core.state import World
+from stratagem.coordinator.core.world import World
 from stratagem.coordinator.strategies import placement
 from stratagem.coordinator.strategies.federated.decisions import next_trainers
 from stratagem.coordinator.strategies.federated.run import MAX_CLIENTS_AHEAD

@@ -13,8 +13,8 @@ from stratagem.coordinator.core.effects import CommitSegment, EvaluateState, Run
 from stratagem.coordinator.core.facts import MembersFormed, SegmentCommitted, SegmentFinished
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.retention import is_shared
-from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.strategy_calls import objections_to
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.strategies.schedule import SegmentSchedule
 from tests.coordinator.core.jobs import DATA_PARALLEL, evaluation_only, job_text
 from tests.coordinator.core.simulation import (

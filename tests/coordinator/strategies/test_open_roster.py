@@ -9,7 +9,7 @@ from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import do, member, start, trained
 from tests.coordinator.strategies.open_rosters import (

@@ -10,7 +10,7 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import pending
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import (
     FEDERATED,
     POPULATION_SECTIONS,

@@ -12,7 +12,7 @@ from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import Effect, TrainClient
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import pending
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, do, member, rejected, trained

@@ -15,7 +15,8 @@ from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.run_view import view_of
-from stratagem.coordinator.core.state import RunPhase, retained
+from stratagem.coordinator.core.state import retained
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.strategies.population.run import Failures
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,

@@ -9,7 +9,7 @@ from stratagem.common.job import JobSpec, entry_points
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun
 from stratagem.coordinator.core.effects import Base, RunSegment
 from stratagem.coordinator.core.facts import ROOT, MembersFormed, RunCompleted, SegmentCommitted
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.strategies import nested
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text, refusal
 from tests.coordinator.core.simulation import RUN, Simulation, start

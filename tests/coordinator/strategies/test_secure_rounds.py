@@ -10,7 +10,7 @@ from stratagem.coordinator.core.effects import AggregateRound, PostKeys, RouteSh
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.pending import live_blobs
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import (
     RUN,

@@ -10,8 +10,8 @@ from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.effects import Base, CommitSegment, RunSegment
-from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import Strategy
+from stratagem.coordinator.core.world import WorkerRecord, World
 from stratagem.coordinator.strategies.synchronous import data_parallel
 from stratagem.coordinator.strategies.synchronous.decisions import members_due, reform
 from stratagem.coordinator.strategies.synchronous.party import (

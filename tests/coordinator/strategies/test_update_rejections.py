@@ -13,7 +13,7 @@ from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import Build, EvaluateState, TrainClient
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.effects.client_reports import defect, defect_before
 from stratagem.coordinator.effects.context import MAX_ERRORS, JournaledErrors
 from stratagem.coordinator.strategies.federated.decisions import may_move, only_one_to_build

@@ -15,7 +15,7 @@ from stratagem.coordinator.core.commands import CancelRun, Report, ResumeRun, Su
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.run_view import view_of
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import DATA_PARALLEL, GOSSIP, LOCAL, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, digest, do
 

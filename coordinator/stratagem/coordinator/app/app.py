@@ -44,8 +44,9 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.run_view import phase_of, phase_then
-from stratagem.coordinator.core.state import EndedRun, RunRecord, WorkerRecord
+from stratagem.coordinator.core.state import EndedRun, RunRecord
 from stratagem.coordinator.core.strategy_calls import SHOWN, hides_draws, parties_of, without_draws
+from stratagem.coordinator.core.world import WorkerRecord
 from stratagem.coordinator.effects.context import (
     EffectContext,
     LiveRuns,

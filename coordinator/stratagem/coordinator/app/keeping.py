@@ -35,7 +35,8 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
 )
 from stratagem.coordinator.core.pending import live_blobs, needed
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun
+from stratagem.coordinator.core.world import RunPhase
 from stratagem.coordinator.observe.feed import Feed
 from stratagem.coordinator.observe.logs import RunLogs
 from stratagem.coordinator.observe.profiles import Profiles

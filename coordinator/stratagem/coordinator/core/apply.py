@@ -52,16 +52,10 @@ from stratagem.coordinator.core.facts import (
     WorkersForgotten,
 )
 from stratagem.coordinator.core.persistent import PersistentMap
-from stratagem.coordinator.core.state import (
-    CommittedState,
-    CoordinatorState,
-    RunPhase,
-    RunRecord,
-    WorkerRecord,
-    retained,
-)
+from stratagem.coordinator.core.state import CommittedState, CoordinatorState, RunRecord, retained
 from stratagem.coordinator.core.strategy_calls import Raised, is_hidden
 from stratagem.coordinator.core.strategy_contract import Strategies
+from stratagem.coordinator.core.world import RunPhase, WorkerRecord
 
 CLUSTER = RunId("")
 

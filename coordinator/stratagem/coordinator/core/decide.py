@@ -72,7 +72,7 @@ from stratagem.coordinator.core.retention import (
     forget_workers,
     resumed_from,
 )
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase, RunRecord, World
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
 from stratagem.coordinator.core.strategy_calls import (
     Raised,
     ask,
@@ -83,6 +83,7 @@ from stratagem.coordinator.core.strategy_calls import (
     reform_of,
     reject_reason_of,
 )
+from stratagem.coordinator.core.world import RunPhase, World
 
 # ---- Answers to commands ----
 

@@ -32,11 +32,11 @@ from stratagem.coordinator.core.state import (
     CoordinatorState,
     EndedRun,
     RunRecord,
-    WorkerRecord,
     initial_of,
     retained,
 )
 from stratagem.coordinator.core.strategy_calls import deaths_of, parties_of
+from stratagem.coordinator.core.world import WorkerRecord
 
 # ---- Retention limits ----
 

@@ -28,15 +28,14 @@ from stratagem.coordinator.core.state import (
     CommittedState,
     CoordinatorState,
     EndedRun,
-    RunPhase,
     RunRecord,
-    World,
     best_commit,
     initial_of,
     retained,
 )
 from stratagem.coordinator.core.strategy_calls import draws_in_secret, shown_status_of
 from stratagem.coordinator.core.strategy_contract import MISSING, Status
+from stratagem.coordinator.core.world import RunPhase, World
 
 # ---- View ----
 

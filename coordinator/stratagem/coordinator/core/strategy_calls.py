@@ -23,8 +23,9 @@ from stratagem.coordinator.core.facts import (
     RoundClosed,
     RunFailed,
 )
-from stratagem.coordinator.core.state import EndedRun, RunPhase, RunRecord, World
+from stratagem.coordinator.core.state import EndedRun, RunRecord
 from stratagem.coordinator.core.strategy_contract import PartyView, Status, Strategies
+from stratagem.coordinator.core.world import RunPhase, World
 
 # ---- Guarded calls ----
 

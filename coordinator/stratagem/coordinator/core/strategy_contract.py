@@ -23,7 +23,7 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     Setting,
 )
-from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.world import RunPhase, World
 
 # ---- Contract ----
 

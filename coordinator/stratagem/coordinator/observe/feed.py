@@ -31,7 +31,7 @@ from stratagem.coordinator.core.effect_failures import MAX_TRIES, FailedTries, T
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import Fact
 from stratagem.coordinator.core.run_view import Pace, epoch_of
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord, World
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord
 from stratagem.coordinator.core.strategy_calls import (
     WHY,
     draws_in_secret,
@@ -39,6 +39,7 @@ from stratagem.coordinator.core.strategy_calls import (
     why_waiting,
 )
 from stratagem.coordinator.core.strategy_contract import RunCounts, Status
+from stratagem.coordinator.core.world import RunPhase, World
 from stratagem.coordinator.observe.logs import ids_of
 
 # ---- Events ----

@@ -32,8 +32,9 @@ from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import KINDS
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase, WorkerRecord
+from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.strategy_calls import shown_status_of
+from stratagem.coordinator.core.world import RunPhase, WorkerRecord
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.v1 import coordinator_pb2
 

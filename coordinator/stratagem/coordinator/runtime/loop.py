@@ -34,9 +34,10 @@ from stratagem.coordinator.core.decide import Agenda, decide, world_of
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import ROOT, ClusterSummed, Fact, RunDeleted, SegmentRefuted
 from stratagem.coordinator.core.run_view import RunView, at_rest, put_to_rest
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord, World
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
 from stratagem.coordinator.core.strategy_calls import without_draws
 from stratagem.coordinator.core.strategy_contract import Strategies
+from stratagem.coordinator.core.world import World
 from stratagem.coordinator.observe.logs import ids_of
 from stratagem.coordinator.store.fact_log import Committed, Recorded
 from stratagem.coordinator.store.journal import Journal

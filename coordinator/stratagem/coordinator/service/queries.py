@@ -28,14 +28,9 @@ from stratagem.coordinator.core.commands import EventSpan
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.facts import KINDS, ROOT, Member, Setting, VerificationEnded
 from stratagem.coordinator.core.run_view import CommitView, RunView, view_of
-from stratagem.coordinator.core.state import (
-    CoordinatorState,
-    RunPhase,
-    RunRecord,
-    WorkerRecord,
-    World,
-)
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord
 from stratagem.coordinator.core.strategy_calls import draws_in_secret, shown_status_of, why_waiting
+from stratagem.coordinator.core.world import RunPhase, WorkerRecord, World
 from stratagem.coordinator.observe.feed import (
     PAGE_EVENTS,
     PAUSE_S,

@@ -19,8 +19,8 @@ from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.storage import tls_of
 from stratagem.coordinator.core.commands import LoseWorker, ReportTrouble
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.core.state import WorkerRecord
 from stratagem.coordinator.core.strategy_calls import parties_of
+from stratagem.coordinator.core.world import WorkerRecord
 from stratagem.coordinator.effects.execute import let_in
 from stratagem.coordinator.runtime.leases import HeartbeatStreams, Wire
 from stratagem.coordinator.runtime.relay import RelayHub

@@ -23,7 +23,6 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     RunResumed,
 )
-from stratagem.coordinator.core.state import World
 from stratagem.coordinator.core.strategy_contract import (
     Child,
     NestedProgress,
@@ -31,6 +30,7 @@ from stratagem.coordinator.core.strategy_contract import (
     PartyView,
     Strategies,
 )
+from stratagem.coordinator.core.world import World
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:

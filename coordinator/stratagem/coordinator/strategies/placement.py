@@ -8,7 +8,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, describe, needs_peers
 from stratagem.common.strategy.regions import are_named, members_of
 from stratagem.coordinator.core.facts import Accepted, ClientBinding
-from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.core.world import WorkerRecord, World
 
 # ---- Placement ----
 

@@ -13,7 +13,7 @@ from stratagem.common.base.ids import Digest, WorkerId
 from stratagem.common.numerics.verification import Conclusion, conclude
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import WorkerMarked, WorkerQuarantined
-from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.core.world import WorkerRecord
 
 MARK_S: Final = 24 * 3600.0
 """Seconds for which a mark counts: a worker that is then the only suspect is quarantined."""

@@ -27,7 +27,6 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
     SegmentRefuted,
 )
-from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import (
     VERSION,
     Child,
@@ -36,6 +35,7 @@ from stratagem.coordinator.core.strategy_contract import (
     Strategies,
     Strategy,
 )
+from stratagem.coordinator.core.world import WorkerRecord, World
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.verdict import (
     Check,

@@ -27,7 +27,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
 )
-from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.core.world import WorkerRecord
 from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.decisions import quorum_of, worker_for

@@ -43,8 +43,8 @@ from stratagem.coordinator.core.facts import (
     StoppedEarly,
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_calls import draws_in_secret
+from stratagem.coordinator.core.world import WorkerRecord, World
 from stratagem.coordinator.strategies.federated import ledgers
 from stratagem.coordinator.strategies.federated.ledgers import PrivacyLedger, beyond_budget
 from stratagem.coordinator.strategies.federated.rejections import (

@@ -27,8 +27,8 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
 )
 from stratagem.coordinator.core.facts import TRAIN_LOSS
-from stratagem.coordinator.core.state import RunPhase, WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import RunCounts, Status
+from stratagem.coordinator.core.world import RunPhase, WorkerRecord, World
 from stratagem.coordinator.strategies.federated import closing
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.decisions import candidates_of, is_evaluated_first

@@ -35,8 +35,8 @@ from stratagem.coordinator.core.facts import (
     RosterFormed,
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.core.state import RunPhase, WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import Child, Status, Strategies
+from stratagem.coordinator.core.world import RunPhase, WorkerRecord, World
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated import due
 from stratagem.coordinator.strategies.federated import strategy as federated

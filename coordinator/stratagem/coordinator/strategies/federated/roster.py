@@ -27,7 +27,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.core.world import WorkerRecord, World
 from stratagem.coordinator.strategies.federated.decisions import (
     excused_by_bench,
     open_round,

@@ -39,7 +39,6 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
-from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_contract import (
     VERSION,
     Child,
@@ -48,6 +47,7 @@ from stratagem.coordinator.core.strategy_contract import (
     Strategies,
     Strategy,
 )
+from stratagem.coordinator.core.world import RunPhase, World
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated import due
 from stratagem.coordinator.strategies.federated import strategy as federated

@@ -51,9 +51,9 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
     UpdatesJudged,
 )
-from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_calls import WHY, draws_in_secret
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
+from stratagem.coordinator.core.world import WorkerRecord, World
 from stratagem.coordinator.strategies.federated import closing, ledgers
 from stratagem.coordinator.strategies.federated import roster as open_roster
 from stratagem.coordinator.strategies.federated.closing import ask_again, begin_again, close

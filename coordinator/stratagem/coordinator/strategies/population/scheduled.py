@@ -17,7 +17,6 @@ from stratagem.common.job.schedules import HyperparameterSchedule
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.effects import Base, Effect
 from stratagem.coordinator.core.facts import Fact, RunCompleted
-from stratagem.coordinator.core.state import World
 from stratagem.coordinator.core.strategy_contract import (
     VERSION,
     Child,
@@ -26,6 +25,7 @@ from stratagem.coordinator.core.strategy_contract import (
     Strategies,
     Strategy,
 )
+from stratagem.coordinator.core.world import World
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.population.evolution import BY_DEFINITION
 from stratagem.coordinator.strategies.population.strategy import check_name

@@ -47,7 +47,6 @@ from stratagem.coordinator.core.facts import (
     RunCompleted,
     RunResumed,
 )
-from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_contract import (
     VERSION,
     RunCounts,
@@ -55,6 +54,7 @@ from stratagem.coordinator.core.strategy_contract import (
     Strategies,
     Strategy,
 )
+from stratagem.coordinator.core.world import RunPhase, World
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated.rejections import in_all
 from stratagem.coordinator.strategies.population.evolution import (

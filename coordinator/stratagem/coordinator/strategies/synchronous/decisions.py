@@ -28,13 +28,13 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.run_view import steps_per_epoch
-from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_contract import (
     NestedProgress,
     PartyView,
     RunCounts,
     Status,
 )
+from stratagem.coordinator.core.world import RunPhase, World
 from stratagem.coordinator.strategies.placement import eligible, why_none
 from stratagem.coordinator.strategies.schedule import (
     TRAIN_SPLIT,

@@ -16,8 +16,8 @@ from stratagem.common.strategy import DataParallel
 from stratagem.coordinator.core.courses import why
 from stratagem.coordinator.core.effects import Build, Effect, EvaluateState
 from stratagem.coordinator.core.facts import Evaluated, Fact, RunCompleted, RunFailed
-from stratagem.coordinator.core.state import World
 from stratagem.coordinator.core.strategy_contract import VERSION, Status, Strategy
+from stratagem.coordinator.core.world import World
 from stratagem.coordinator.strategies.synchronous import decisions
 from stratagem.coordinator.strategies.synchronous import party as synchronous_run
 from stratagem.coordinator.strategies.synchronous.party import PartyRun, SegmentRules

@@ -29,7 +29,7 @@ from stratagem.coordinator.core.facts import (
     SoleCopiesLost,
     UploadDue,
 )
-from stratagem.coordinator.core.state import World
+from stratagem.coordinator.core.world import World
 from stratagem.coordinator.strategies.schedule import schedule_of
 
 

@@ -16,7 +16,7 @@ from stratagem.common.job.checks import check_stages
 from stratagem.common.strategy import ModelParallel, Partition, Tag
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.core.world import WorkerRecord, World
 from stratagem.coordinator.strategies.placement import eligible, why_apart, why_none
 from stratagem.coordinator.strategies.synchronous.party import Parts, PartyRun, Placed, SegmentRules
 from stratagem.coordinator.strategies.synchronous.strategy import synchronous
