@@ -208,13 +208,16 @@ def test_a_federation_that_was_cancelled_is_verified_as_far_as_it_came(
 
 
 @pytest.mark.sweep
-def test_an_interrupt_leaves_no_run_behind(client: Client, exact_cluster: LocalCluster) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_run_behind(
+    client: Client, exact_cluster: LocalCluster, by: signal.Signals
+) -> None:
     run = client.submit(paced(LOCAL, 0.2))
     run.result()
     arguments = ["verify", run.run_id, "--coordinator", exact_cluster.address]
     with subprocess.Popen([*PROGRAM, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "state after 0 steps" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(by)
         assert process.wait(60) == 130
     assert left_of(client, run.run_id) == []

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -90,6 +91,8 @@ def verify(
             raise InvalidInputError.at("--key", "signs a certificate; add --certificate FILE")
         if output is not None and (output.exists() or not output.parent.is_dir()):
             raise InvalidInputError.at("--certificate", f"{output} exists, or its folder does not")
+        # Like Ctrl-C, so that the verifying run is deleted.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         begun_s, console, is_text = time.monotonic(), make_console(), form is Format.TEXT
         result = client.verify(
             run_id,
