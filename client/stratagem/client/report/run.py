@@ -214,8 +214,8 @@ class ReportedRun:
     ) -> Self:
         """Build a ReportedRun from a run's status, events and step history; the events of its
         verifier are only read."""
-        shown = [event for event in events if not is_of_verifier(event)]
-        return cls(status, RunCourse.of(events, status.job), history or {}, shown)
+        of_run = [event for event in events if not is_of_verifier(event)]
+        return cls(status, RunCourse.of(events, status.job), history or {}, of_run)
 
     @property
     def job(self) -> Mapping[str, Any]:
