@@ -21,7 +21,16 @@ from stratagem.client.pictures.lanes import (
     members,
     time_line,
 )
-from stratagem.client.pictures.parties import PartyRow, Task, party_tree, stages, topology
+from stratagem.client.pictures.parties import (
+    AgainExecuted,
+    PartyRow,
+    SegmentCheck,
+    Task,
+    party_tree,
+    stages,
+    topology,
+    verification,
+)
 from stratagem.client.pictures.population import LineageNode, Trial, lineage, parallel_axes, scores
 from stratagem.client.pictures.svg import Picture
 
@@ -91,7 +100,21 @@ def make(text: str = "") -> dict[str, Callable[[int], Picture]]:
         PartyRow("member1", "Federated/FedAvg", "1 round", [2.2], f"out of memory{text}"),
     ]
     noted = [DecisionMark(10.0 * n, f"rung{text}", f"{n}: a goes on{text}") for n in range(1, 4)]
+    right = AgainExecuted(["worker-2"], is_right=True)
+    wrong = AgainExecuted([f"worker-3{text}"], is_right=False)
+    undecided = [AgainExecuted(["worker-2"], None), AgainExecuted(["worker-3"], None)]
+    checks = [
+        SegmentCheck(1, 0, 20, "verified", executions=[right]),
+        SegmentCheck(2, 20, 40, "refuted", [f"worker-0{text}"], [right, right]),
+        SegmentCheck(2, 20, 40, "verified", executions=[right]),
+        SegmentCheck(3, 40, 60, "not chosen"),
+        SegmentCheck(4, 60, 80, "verifier wrong", ["worker-3"], [wrong, right]),
+        SegmentCheck(5, 80, 100, "not verified"),
+        SegmentCheck(6, 100, 120, "open", ["worker-0"], undecided),
+        SegmentCheck(7, 120, 140, "waits"),
+    ]
     return {
+        "verification": draw(verification, checks),
         "party-tree": draw(party_tree, parties),
         "decisions": draw(decisions, noted, end=40.0),
         "curve": draw(curve, lines, marks),

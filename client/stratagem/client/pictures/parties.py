@@ -1,9 +1,10 @@
-"""Draw the parties of a run: their tree, the stages of a pipeline, and the topology of nodes."""
+"""Draw the parties of a run: their tree, the stages of a pipeline, the topology of nodes, and what
+the verifier has found."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from stratagem.client.pictures.axes import Axis, axis_of, box_sign, duration, short
 from stratagem.client.pictures.lanes import Bar, lanes
@@ -14,6 +15,7 @@ from stratagem.client.pictures.svg import (
     element,
     hint,
     label,
+    natural,
     path_of,
     shortened,
     thinned,
@@ -306,3 +308,111 @@ def _name(lines: Sequence[str], x: float, y: float, width: int, height: int) -> 
         )
         for row, line in enumerate(lines)
     )
+
+
+# ---- Verification ----
+#
+# The segments of a run stand in order in one lane, by what is known of their bits; each worker that
+# has executed some of them again has a lane of its own.
+
+RESULTS: Final = {
+    "verified": "good",
+    "refuted": "bad",
+    "verifier wrong": "s1",
+    "open": "s4",
+    "not verified": "warn",
+    "waits": "muted",
+    "not chosen": "grid",
+}
+"""The colour of each result that a segment may have."""
+THE_RUN: Final = "the run"
+MAX_LISTED: Final = 200
+"""The most rows of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgainExecuted:
+    """One more execution of a segment, by workers other than those that trained it."""
+
+    workers: Sequence[str]
+    is_right: bool | None
+    """The execution agrees with the majority; None without one."""
+
+    @property
+    def text(self) -> str:
+        """Return the workers, with a word where they are not known to be right."""
+        names = ", ".join(self.workers)
+        return (
+            names if self.is_right else f"{names} ({'open' if self.is_right is None else 'wrong'})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCheck:
+    """The result of one verification of a segment, or that there is none."""
+
+    segment: int
+    start: int
+    """The number of steps before the segment."""
+    end: int
+    result: str
+    """One of RESULTS."""
+    suspected: Sequence[str] = ()
+    """The workers that were wrong, or one of which may have been."""
+    executions: Sequence[AgainExecuted] = ()
+
+    @property
+    def text(self) -> str:
+        """Return the result as a sentence."""
+        again = "; ".join(execution.text for execution in self.executions)
+        by = f"; executed again by {again}" if again else ""
+        return f"segment {self.segment}, steps {self.start + 1} to {self.end}: {self.result}{by}"
+
+
+def verification(checks: Sequence[SegmentCheck], *, title: str, width: int = 720) -> Picture:
+    """Draw the checks of a run's segments. checks: sorted by segment, those of one by time."""
+    again = {name for check in checks for one in check.executions for name in one.workers}
+    names = [THE_RUN, *sorted(again, key=natural)]
+    newest = {check.segment: check for check in checks}
+    refuted = {check.segment for check in checks if check.result == "refuted"}
+    bars = [
+        Bar(
+            *(0, check.start, check.end, RESULTS[check.result], check.text),
+            inside="" if check.result == "not chosen" else str(check.segment),
+            ending="✕" if check.segment in refuted else "",
+        )
+        for check in newest.values()
+    ]
+    colours = {True: "good", False: "bad", None: "s4"}
+    bars += [
+        Bar(names.index(name), check.start, check.end, colours[one.is_right], check.text)
+        for check in checks
+        for one in check.executions
+        for name in one.workers
+    ]
+    counts = {result: sum(check.result == result for check in checks) for result in RESULTS}
+    counts = {result: count for result, count in counts.items() if count}
+    signs = [(box_sign(RESULTS[result], fill_opacity="0.82"), result) for result in counts]
+    if refuted:
+        signs.append((label(-5, 5, "✕", fill="bad", size=13, weight="700"), "was refuted"))
+    last = max((check.end for check in checks), default=0)
+    content, height = lanes(names, bars, signs, width=width, end=last, form=short, unit="step")
+    rows = [
+        (
+            *(str(check.segment), f"{check.start + 1} to {check.end}", check.result),
+            *(", ".join(check.suspected), "; ".join(one.text for one in check.executions)),
+        )
+        for check in _listed(checks)
+    ]
+    words = ", ".join(f"{count} {result}" for result, count in counts.items())
+    headings = ("segment", "steps", "result", "suspected", "executed again by")
+    table = NumberTable(headings, thinned(rows, MAX_LISTED))
+    return Picture(title, f"segments: {words}", width, height, content, table)
+
+
+def _listed(checks: Sequence[SegmentCheck]) -> Sequence[SegmentCheck]:
+    """Return the checks for the table: the chosen segments; of very many those not verified."""
+    chosen = [check for check in checks if check.result != "not chosen"]
+    if len(chosen) <= MAX_LISTED:
+        return chosen
+    return [check for check in chosen if check.result != "verified"] or chosen

@@ -1,13 +1,16 @@
-"""Collect the marks of a run's time line: few, however many events there are."""
+"""Collect what a run's events say for its time line, few marks however many events there are, and
+for the picture of its verification."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from stratagem.client.course.members import Outage
-from stratagem.client.course.views import Event, party_of
+from stratagem.client.course.views import ENDS, Event, party_of, undone_from
 from stratagem.client.pictures.lanes import AWAY, Span
+from stratagem.client.pictures.parties import AgainExecuted, SegmentCheck
 from stratagem.client.pictures.svg import natural
+from stratagem.common.numerics.verification import Conclusion, share_of
 
 MAX_MARKS: Final = 4096
 """The number of marks of one kind and lane, more than a picture has columns; at twice as many,
@@ -23,6 +26,8 @@ _INSTANTS: Final = {
     "RoundClosed": ("rounds", "round closed"),
     "UpdateRejected": ("rounds", "update rejected"),
     "GenerationClosed": ("generations", "generation closed"),
+    "SegmentVerified": ("verification", "verified"),
+    "SegmentRefuted": ("verification", "refuted"),
 }
 """For each kind of instant event, its lane and its text."""
 
@@ -37,6 +42,7 @@ _LANES: Final = (
     "rounds",
     "generations",
     "commits",
+    "verification",
 )
 """The lanes from top to bottom; "" stands for the lanes of parties."""
 
@@ -113,3 +119,81 @@ def _are_one(before: Span, span: Span, column_s: float) -> bool:
         return False
     shorter = min(span.end - span.start, before.end - before.start)
     return shorter < 3 * column_s or span.start < before.end - column_s
+
+
+# ---- Verification ----
+
+_RESULTS: Final[Mapping[str, str]] = {
+    Conclusion.RUN: "refuted",
+    Conclusion.VERIFIER: "verifier wrong",
+}
+"""The result by the conclusion of a refutation; after another one nothing is verified any more."""
+
+
+class ChecksFolding:
+    """An incremental reader of a run's events that collects the checks of its segments."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._sample = float((job.get("verification") or {}).get("sample") or 0.0)
+        self._seed = int(job.get("seed") or 0)
+        self._ends: dict[int, int] = {}
+        """The last step of each segment that ends in a whole commit."""
+        self._checks: list[SegmentCheck] = []
+        """The results so far, in order of time."""
+        self._is_over = False
+        """Nothing more is verified, as the run has ended or its bits do not repeat."""
+
+    def fold(self, event: Event) -> None:
+        """Process the next event of the run's own course."""
+        fact, last = event.payload, undone_from(event)
+        if not self._sample or party_of(event):
+            return
+        if event.kind == "RunResumed":
+            self._is_over = False
+        if last is not None:
+            self._ends = {number: end for number, end in self._ends.items() if number <= last}
+        match event.kind:
+            case "SegmentCommitted" if not fact.get("is_partial"):
+                self._ends[fact["segment"]] = fact["step"]
+            case "SegmentVerified":
+                again = AgainExecuted(fact["workers"], is_right=True)
+                self._add(fact, "verified", executions=(again,))
+            case "SegmentRefuted":
+                result = _RESULTS.get(fact["conclusion"], "open")
+                self._is_over = self._is_over or result == "open"
+                suspected = fact["quarantined"] or fact["marked"]
+                self._add(fact, result, suspected=suspected, executions=(*_executions(fact),))
+            case kind if kind in ENDS:
+                self._is_over = True
+
+    @property
+    def checks(self) -> list[SegmentCheck]:
+        """Return what is known of each segment, sorted by segment, then by time; none if the job
+        asks for no verification."""
+        decided = {check.segment for check in self._checks if check.segment in self._ends}
+        newest, start, rest = max(decided, default=0), 0, []
+        for segment, end in self._ends.items():
+            if segment not in decided:
+                rest.append(SegmentCheck(segment, start, end, self._open(segment, newest)))
+            start = end
+        return sorted([*self._checks, *rest], key=lambda check: check.segment)
+
+    def _open(self, segment: int, newest: int) -> str:
+        """Return the result of a segment that nobody has decided. newest: the last decided one."""
+        if share_of(self._seed, segment) >= self._sample:
+            return "not chosen"
+        return "not verified" if self._is_over or segment < newest else "waits"
+
+    def _add(self, fact: Mapping[str, Any], result: str, **details: Any) -> None:
+        number = fact["segment"]
+        before = (end for at, end in reversed(self._ends.items()) if at < number)
+        check = SegmentCheck(number, next(before, 0), fact["step"], result, **details)
+        self._checks.append(check)
+
+
+def _executions(fact: Mapping[str, Any]) -> Iterator[AgainExecuted]:
+    """Yield the executions of a refuted segment after that of the run."""
+    run, *digests = fact.get("digests") or ("",)
+    right = {Conclusion.RUN: digests[:1], Conclusion.VERIFIER: [run]}.get(fact["conclusion"], [])
+    for workers, digest in zip(fact["workers"][1:], digests, strict=True):
+        yield AgainExecuted(workers, digest in right if right else None)

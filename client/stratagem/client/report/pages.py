@@ -155,6 +155,7 @@ def _overview(run: ReportedRun) -> str:
         ("workers", ", ".join(_workers(run))),
         ("lost workers", ", ".join(_lost(run))),
         ("engine", status.engine),
+        ("verification", status.verification),
         ("sent", _sent(run)),
         ("result", "reproducible" if status.reproducible else "replayable, not reproducible"),
         *metrics,

@@ -22,6 +22,7 @@ from stratagem.client.course.views import (
     Event,
     RunStatus,
     Worker,
+    is_of_verifier,
     number,
     numbers,
     party_of,
@@ -29,7 +30,7 @@ from stratagem.client.course.views import (
 )
 from stratagem.client.pictures.axes import duration
 from stratagem.client.pictures.curves import Line
-from stratagem.client.report.marks import TimeMarks
+from stratagem.client.report.marks import ChecksFolding, TimeMarks
 from stratagem.common.history import Columns
 from stratagem.common.history.columns import Floats, Ints, shortened
 from stratagem.common.history.recording import PREFIX, party_of_stage
@@ -136,6 +137,7 @@ class RunCourse:
         self.populations: dict[str, PopulationFolding] = {"": self.population}
         """All populations, keyed by the path of their party."""
         self.time_marks, self.outages = TimeMarks(), OutagesFolding()
+        self.verification = ChecksFolding(job)
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         """The newest decisions of a custom strategy."""
 
@@ -160,6 +162,11 @@ class RunCourse:
         self.num_events += 1
         self.began_s = event.time_s if self.began_s is None else self.began_s
         self.newest_s = event.time_s
+        outage = self.outages.fold(event)
+        if outage is not None:
+            self.time_marks.add_outage(outage, self.began_s)
+        if is_of_verifier(event):
+            return
         party = party_of(event)
         if party not in self.parties:
             self.parties[party] = PartyCourse(party)
@@ -175,9 +182,7 @@ class RunCourse:
             self.populations[party] = PopulationFolding(self._job, party)
         for of_one in {party, party.rpartition("/")[0]} & self.populations.keys():
             self.populations[of_one].fold(event)
-        outage = self.outages.fold(event)
-        if outage is not None:
-            self.time_marks.add_outage(outage, self.began_s)
+        self.verification.fold(event)
         self.time_marks.fold(event, self.began_s)
         if event.kind == "Noted":
             kind, reason = str(event.payload["kind"]), str(event.payload.get("reason") or "")
@@ -207,8 +212,10 @@ class ReportedRun:
         events: Sequence[Event],
         history: Mapping[str, StepSeries] | None = None,
     ) -> Self:
-        """Build a ReportedRun from a run's status, events and step history."""
-        return cls(status, RunCourse.of(events, status.job), history or {}, events)
+        """Build a ReportedRun from a run's status, events and step history; the events of its
+        verifier are only read."""
+        of_run = [event for event in events if not is_of_verifier(event)]
+        return cls(status, RunCourse.of(events, status.job), history or {}, of_run)
 
     @property
     def job(self) -> Mapping[str, Any]:

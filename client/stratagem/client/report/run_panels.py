@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from stratagem.client.pictures.lanes import DecisionMark, decisions, time_line
-from stratagem.client.pictures.parties import PartyRow, party_tree
+from stratagem.client.pictures.parties import PartyRow, party_tree, verification
 from stratagem.client.pictures.svg import Picture, natural
 from stratagem.client.report.panels import Panel, by_width, member_panels, topology_panels
 from stratagem.client.report.run import ReportedRun
@@ -23,8 +23,9 @@ from stratagem.client.report.strategy_panels import (
 
 
 def strategy_panels(run: ReportedRun) -> list[Panel]:
-    """Return the panels of the run's strategy and of its nested parties."""
-    return [*_of_root(run), *member_panels(run), *nested_panels(run)]
+    """Return the panels of the run's strategy, of its verification and of its nested parties."""
+    panels = [*_of_root(run), *member_panels(run), *verification_panels(run)]
+    return [*panels, *nested_panels(run)]
 
 
 def _of_root(run: ReportedRun) -> list[Panel]:
@@ -50,6 +51,15 @@ def _decisions(run: ReportedRun) -> list[Panel]:
     return [
         Panel("decisions", "Decisions", by_width(draw), f"The newest: {newest.kind} {newest.text}.")
     ]
+
+
+def verification_panels(run: ReportedRun) -> list[Panel]:
+    """Return the panel of a run's verified segments; none if its job asks for no verification."""
+    checks = run.course.verification.checks
+    if not checks:
+        return []
+    draw = by_width(partial(verification, checks, title="Verification"))
+    return [Panel("verification", "Verification", draw, run.status.verification)]
 
 
 def time_line_panel(run: ReportedRun) -> Panel:

@@ -16,6 +16,9 @@ export function eventList(query) {
   const line = (/** @type {any} */ event) => el("li", { "data-kind": event.kind, value: event.index },
     el("time", { datetime: new Date(event.time_s * 1000).toISOString() }, clock(event.time_s)), el("b", {}, event.kind), el("span", {}, event.sentence));
 
+  /** What only verifies the run is left out, unless its kind is asked for. @param {any} event */
+  const isOfRun = (event) => kinds.value.trim() || event.payload.party !== "verifier";
+
   async function older() {
     const wanted = kinds.value.trim() ? `&kinds=${encodeURIComponent(kinds.value.trim())}` : "";
     const found = await ask(`/api/events?${query}&newest&limit=${EVENTS}&before=${oldest}${wanted}`);
@@ -25,13 +28,14 @@ export function eventList(query) {
     }
     num += found.length;
     more.hidden = found.length < EVENTS || oldest === 0;
-    list.append(...found.map(line));
+    list.append(...found.filter(isOfRun).map(line));
   }
   function again() { oldest = 0; num = 0; fill(list); older().catch((error) => { fill(list, el("li", { class: "problem" }, error.message)); more.hidden = true; }); }
   /** @param {any} event */
   function add(event) {
     if (event.index <= newest) return;
     newest = event.index;
+    if (!isOfRun(event)) return;
     if (kinds.value.trim() && !kinds.value.split(",").includes(event.kind)) return;
     list.prepend(line(event));
     num += 1;

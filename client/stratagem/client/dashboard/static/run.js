@@ -10,7 +10,7 @@ import { ask, Stream } from "./net.js";
 
 const ENDED = new Set(["COMPLETED", "FAILED", "CANCELLED"]);
 const CHANGES = new Set(["SegmentFinished", "SegmentCommitted", "Evaluated", "RoundClosed", "GenerationClosed", "MembersFormed",
-  "UpdateReceived", "UpdateRejected", "MemberEvolved", "RunCompleted", "StoppedEarly", "RunFailed", "RunCancelled", "RunResumed"]);
+  "SegmentVerified", "SegmentRefuted", "UpdateReceived", "UpdateRejected", "MemberEvolved", "RunCompleted", "StoppedEarly", "RunFailed", "RunCancelled", "RunResumed"]);
 
 /**
  * @param {HTMLElement} place
@@ -49,7 +49,7 @@ export async function showRun(place, id, told, common) {
     if (phase.dataset.phase !== run.phase) exchange(tools, buttons(run, told, refresh), heading);
     head.dataset.phase = phase.dataset.phase = run.phase;
     say(why, run.error ? "" : run.reason);
-    say(facts, [run.strategy, run.engine, run.reproducible ? "reproducible" : "replayable, not reproducible", run.submitted_by && `by ${run.submitted_by}`, run.data_plane && `data plane ${run.data_plane}`].filter(Boolean).join("  ·  "));
+    say(facts, [run.strategy, run.engine, run.reproducible ? "reproducible" : "replayable, not reproducible", run.verification, run.submitted_by && `by ${run.submitted_by}`, run.data_plane && `data plane ${run.data_plane}`].filter(Boolean).join("  ·  "));
     const failure = run.error || (run.phase === "FAILED" && { type: "The run failed", message: run.reason });
     if (JSON.stringify(failure) !== problem.dataset.of) {
       problem.dataset.of = JSON.stringify(failure);
