@@ -55,8 +55,7 @@ CASES: dict[str, Job] = {
     "Gossip-coded": crash_job(GOSSIP) | {"compression": {"codec": "ternary"}},
     "AllReduce-coded": crash_job(data_parallel("AllReduce")) | {"compression": {"codec": "int8"}},
     "DiLoCo-coded": crash_job(local_steps(), every=3) | {"compression": {"codec": "int8"}},
-    "Streams": crash_job(data_parallel("AllReduce"))
-    | {"data": streamed("named", num_rows=60)},
+    "Streams": crash_job(data_parallel("AllReduce")) | {"data": streamed("named", num_rows=60)},
 }
 """Jobs of every kind that can be verified while it trains."""
 
@@ -183,9 +182,7 @@ class Bench:
         course, num_flips = self.disturbed(verified(CASES[case], on), worker, flip)
         quarantined = self.release()
         wrong = [
-            segment
-            for _, segment, digest in course.commits
-            if right.get(segment, digest) != digest
+            segment for _, segment, digest in course.commits if right.get(segment, digest) != digest
         ]
         refuted = course.of("SegmentRefuted")
         is_failed = course.phase is not Phase.COMPLETED
