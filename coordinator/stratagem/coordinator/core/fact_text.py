@@ -151,10 +151,10 @@ def _waits(fact: f.RoundWaits) -> str:
 
 def _refuted(fact: f.SegmentRefuted) -> str:
     text = f"segment {fact.segment} was computed wrongly: the replicas of its members differ"
-    if fact.digests:
+    if fact.digests and len(fact.workers) > 1:
         run, second = (_few(names) for names in fact.workers[:2])
         text = f"segment {fact.segment} computed by {run} differs from that by {second}"
-    text += f": {_CONCLUSIONS[fact.conclusion]}"
+    text += f": {_CONCLUSIONS.get(fact.conclusion, fact.conclusion)}"
     if fact.quarantined:
         return f"{text}; quarantined: {_few(fact.quarantined)}"
     return f"{text}; {_few(fact.marked)} may have been wrong once" if fact.marked else text
