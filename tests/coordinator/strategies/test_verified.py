@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,95 +10,24 @@ from stratagem.common.base.ids import Digest, RunId, WorkerId
 from stratagem.common.numerics.verification import VERIFIER, Conclusion
 from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.commands import CancelRun, Report, ResumeRun, SubmitRun
+from stratagem.coordinator.core.commands import CancelRun, DrainWorker, Report, ResumeRun, SubmitRun
 from stratagem.coordinator.core.decide import world_of
-from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.run_view import view_of
 from stratagem.coordinator.core.world import RunPhase
-from tests.coordinator.core.jobs import DATA_PARALLEL, GOSSIP, LOCAL, job_text
-from tests.coordinator.core.simulation import RUN, Simulation, digest, do
+from tests.coordinator.core.jobs import DATA_PARALLEL, GOSSIP, LOCAL
+from tests.coordinator.core.simulation import RUN, member
+from tests.coordinator.strategies.computing import Computing, Disturb, nobody, run, verified
 
 pytestmark = pytest.mark.core
-
-Disturb = Callable[[frozenset[str], int, int], str]
-"""(workers, segment, number of the execution): text that is no part of the right state."""
-
-
-def nobody(_workers: frozenset[str], _segment: int, _number: int) -> str:
-    return ""
-
-
-@dataclass
-class Computing(Simulation):
-    """A simulation whose states follow from the states before, as workers compute them."""
-
-    disturb: Disturb = nobody
-    states: dict[tuple[str, str, int], str] = field(default_factory=dict)
-    """The state that each party of a run holds after a segment."""
-    computed: list[tuple[str, int, frozenset[str]]] = field(default_factory=list)
-    """Party, segment and workers of each execution."""
-
-    def _start(self) -> None:
-        due = pending(self.state)
-        for effect in sorted(due - self.seen, key=repr):
-            self.queue.append(Report(effect.run_id, self._do(effect)))
-        self.seen = set(due)
-
-    def _do(self, effect: e.Effect) -> f.Fact:
-        fact = do(effect)
-        if isinstance(effect, e.RunSegment):
-            names = frozenset(str(member.worker_id) for member in effect.members)
-            number = sum(segment == effect.segment for _, segment, _ in self.computed)
-            self.computed.append((effect.party, effect.segment, names))
-            before = effect.base.digest[:40]
-            if effect.base.segment + 1 != effect.segment:
-                before = self.states[effect.run_id, effect.party, effect.segment - 1]
-            wrong = self.disturb(names, effect.segment, number)
-            text = f"{before}/{effect.to_step}/{effect.num_skipped}{wrong}"
-            place = effect.run_id, effect.party, effect.segment
-            self.states[place] = digest(str(hash(text)))[:40]
-        if isinstance(effect, e.CommitSegment):
-            state = self.states[effect.run_id, effect.party, effect.segment]
-            return fact.model_copy(update={"digest": Digest(state.ljust(64, "0"))})
-        return fact
-
-    @property
-    def course(self) -> list[tuple[int, Digest]]:
-        """The segments and digests that the run has committed in the end."""
-        return [(commit.segment, commit.digest) for commit in self.record.commits]
-
-    def verifying(self) -> list[tuple[int, frozenset[str]]]:
-        """What the verifier has executed, in order."""
-        return [(segment, names) for party, segment, names in self.computed if party == VERIFIER]
-
-
-def verified(strategy: dict[str, Any] = LOCAL, sample: float = 1.0, **changes: Any) -> str:
-    sections = {"checkpoint": {"every": "5 steps"}, "seed": 7, "retention": 2, **changes}
-    on = sections.pop("on", "spare")
-    if sample:
-        sections["verification"] = {"sample": sample, "on": on}
-    return job_text(strategy, **sections)
-
-
-def run(text: str, *workers: str, disturb: Disturb = nobody, crashes: bool = False) -> Computing:
-    simulation = Computing(disturb=disturb)
-    simulation.come(workers)
-    simulation.tell(SubmitRun(RUN, text, 0.0))
-    while simulation.queue:
-        simulation.now_s += 1.0
-        simulation.step()
-        if crashes:
-            simulation.crash()
-    return simulation
 
 
 def undisturbed(strategy: dict[str, Any]) -> list[tuple[int, Digest]]:
     return run(verified(strategy, 0.0), "a", "b", "c").course
 
 
-def always(name: str) -> Disturb:
-    """A worker that adds a bit to whatever it computes in segment 2."""
-    return lambda names, segment, _number: "!" * (name in names and segment == 2)
+def always(name: str, segment: int = 2) -> Disturb:
+    """A worker that adds a bit to whatever it computes in this segment."""
+    return lambda names, number, _: "!" * (name in names and number == segment)
 
 
 def once(name: str) -> Disturb:
@@ -289,23 +217,6 @@ def test_a_stopped_run_is_resumed_without_its_old_checks() -> None:
     assert not simulation.facts(f.SegmentRefuted)
 
 
-@pytest.mark.parametrize("num_before", [0, 8, 12, 16])
-def test_two_runs_blame_the_same_worker_once_and_nobody_else(num_before: int) -> None:
-    """Members of one are a, b and c, and those of the other a, d and e, of which some verify."""
-    simulation = Computing(disturb=always("a"))
-    simulation.come("abcde")
-    text = verified(DATA_PARALLEL, on="any")
-    simulation.tell(SubmitRun(RUN, text, 0.0))
-    simulation.go_on(num_before)
-    simulation.tell(SubmitRun(RunId("other"), text, 0.0))
-    simulation.complete()
-    assert simulation.course == undisturbed(DATA_PARALLEL)
-    refuted = [fact.quarantined for fact in simulation.facts(f.SegmentRefuted)]
-    assert refuted == [("a",), ("a",)]
-    assert [fact.worker_id for fact in simulation.facts(f.WorkerQuarantined)] == ["a"]
-    assert not simulation.facts(f.WorkerMarked)
-
-
 def apart(names: frozenset[str], segment: int, _number: int) -> str:
     """Several members compute other bits than one, as by a defect of the exchange."""
     return "!" * (segment == 2 and len(names) > 1)
@@ -357,3 +268,178 @@ def test_replicas_that_differ_return_to_the_last_commit_instead_of_failing() -> 
     differing(tied)
     assert (tied.record.ended, tied.record.reason) == (RunPhase.FAILED, "they differ")
     assert not tied.facts(f.WorkerMarked)
+
+
+def begun(text: str, *workers: str, disturb: Disturb = nobody) -> Computing:
+    simulation = Computing(disturb=disturb)
+    simulation.come(workers)
+    simulation.tell(SubmitRun(RUN, text, 0.0))
+    return simulation
+
+
+KEPT = {**DATA_PARALLEL, "options": {"local_steps": 5, "upload_every": 4}}
+"""Of four commits only the last is whole; of the others the workers have parts alone."""
+
+
+def test_a_lost_verifier_of_which_parts_were_kept_is_replaced_once() -> None:
+    simulation = begun(verified(KEPT), *"abcdefg")
+    simulation.until(f.MembersFormed, 2)
+    while not [fact for fact in simulation.facts(f.SegmentCommitted) if fact.party]:
+        simulation.step()
+    simulation.lose("d")
+    formed = [fact.members[0].worker_id for fact in simulation.facts(f.MembersFormed) if fact.party]
+    assert formed == ["d", "e"]
+    simulation.complete()
+    assert simulation.course == undisturbed(KEPT)
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [4]
+
+
+def test_a_commit_that_was_whole_only_later_is_verified_with_the_next_one() -> None:
+    simulation = begun(
+        verified(KEPT), *"abcdefg", disturb=lambda names, k, _: "!" * ("a" in names and k == 1)
+    )
+    simulation.until(f.SegmentCommitted)
+    simulation.tell(DrainWorker(member("c")))
+    simulation.until(f.CommitUploaded)
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).quarantined == ("a",)
+    assert simulation.fact(f.RunResumed).from_segment == 0
+    assert simulation.course == undisturbed(KEPT)
+
+
+def test_a_verifier_that_becomes_a_member_verifies_no_more() -> None:
+    """Nor does it count as a part of what its successor computes."""
+    simulation = begun(verified(), "a", "b", disturb=always("b"))
+    simulation.until(f.SegmentCommitted)
+    while not simulation.facts(f.SegmentVerified):  # the run's own party is slow
+        late = [each for each in simulation.queue if not getattr(each.fact, "party", "")]
+        simulation.queue = deque(each for each in simulation.queue if each not in late)
+        simulation.step()
+        simulation.queue.extend(late)
+    simulation.lose("a")
+    simulation.queue.clear()
+    simulation.crash()
+    simulation.until(f.SegmentCommitted, 3)
+    simulation.come("c")
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).conclusion is Conclusion.OPEN
+    assert not simulation.facts(f.WorkerQuarantined)
+
+
+def test_the_last_commit_of_a_run_that_stops_early_is_verified_too() -> None:
+    """Its workers upload the parts that they have kept, and so does the verifier."""
+    stop = {"split": "test", "metrics": ["accuracy"], "best": "accuracy", "mode": "min"}
+    changes: dict[str, Any] = {"evaluation": {**stop, "every": "5 steps", "stop": {"patience": 2}}}
+    wrong, right = (
+        run(verified(KEPT, **changes), *"abcdefg", disturb=disturb)
+        for disturb in (always("a", segment=3), nobody)
+    )
+    assert wrong.fact(f.SegmentRefuted).quarantined == ("a",)
+    assert wrong.course == right.course
+    assert right.fact(f.StoppedEarly).step == 15
+    assert [fact.segment for fact in right.facts(f.SegmentVerified)] == [3]
+
+
+def test_a_verifier_that_stops_before_the_run_did_gives_up() -> None:
+    """The states are equal, and the metrics are not, as where somebody evaluates wrongly."""
+    stop = {"split": "test", "metrics": ["accuracy"], "best": "accuracy", "every": "5 steps"}
+    simulation = begun(verified(evaluation={**stop, "stop": {"patience": 2}}), "a", "b")
+    while simulation.queue:
+        report = simulation.queue.popleft()
+        fact = report.fact
+        if isinstance(fact, f.SegmentFinished) and fact.party:  # it improves no more
+            fact = fact.model_copy(update={"metrics": {**fact.metrics, "test.accuracy": 0.0}})
+        simulation.tell(Report(RUN, fact))
+    assert simulation.record.ended is RunPhase.COMPLETED
+    assert "metrics differ" in simulation.facts(f.PartyFailed)[-1].reason
+    assert simulation.record.reason == "20 steps committed"
+    assert simulation.status.extra["verification"] == "3 chosen segments verified, 1 not"
+
+
+def test_what_differed_is_not_forgotten_when_a_later_execution_fails() -> None:
+    simulation = begun(verified(), *"abcd", disturb=always("a"))
+    simulation.now_s = 5.0
+    while not any(names == {"a"} for _, names in simulation.verifying()):
+        simulation.step()
+    simulation.report(f.PartyFailed(party=VERIFIER, reason="it cannot execute this alone"))
+    assert simulation.fact(f.SegmentRefuted).conclusion is Conclusion.RUN
+    assert [fact.worker_id for fact in simulation.facts(f.WorkerMarked)] == ["a"]
+    simulation.complete()
+    assert simulation.facts(f.WorkerQuarantined)[0].worker_id == "a"
+    assert simulation.course == undisturbed(LOCAL)
+    undecided = begun(verified(), *"abcd", disturb=always("a"))
+    while (2, frozenset("c")) not in undecided.verifying():
+        undecided.step()
+    undecided.report(f.PartyFailed(party=VERIFIER, reason="its code raised"))
+    assert undecided.fact(f.SegmentRefuted).conclusion is Conclusion.OPEN
+    assert not undecided.record.is_reproducible
+
+
+def test_a_run_stopped_before_its_return_returns_when_it_is_resumed() -> None:
+    """As where the coordinator ends between the two facts, and a person stops the run then."""
+    simulation = run(verified(), *"abcd", disturb=always("a"))
+    kinds = simulation.kinds()
+    simulation.journal = simulation.journal[: kinds.index("RunResumed")]
+    simulation.keys.clear()
+    simulation.stored |= {fact.digest for fact in simulation.facts(f.SegmentCommitted)}
+    simulation.crash(is_twin=False)
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+    assert [fact.from_segment for fact in simulation.facts(f.RunResumed)] == [None, 1]
+    simulation.complete()
+    assert simulation.course == undisturbed(LOCAL)
+
+
+def test_replicas_may_differ_again_after_a_commit() -> None:
+    simulation = begun(verified({**DATA_PARALLEL, "num_replicas": 2}), *"abc")
+    for number in range(1, 4):
+        simulation.until(f.SegmentCommitted, number)
+        differing(simulation)
+        simulation.crash()
+    simulation.complete()
+    assert simulation.course == undisturbed(DATA_PARALLEL)
+
+
+def test_a_run_that_is_trained_says_that_it_is_verified() -> None:
+    simulation = begun(verified(placement_timeout_s=10.0), "a", "b")
+    while len(simulation.record.commits) < 5:
+        simulation.step()
+    status = simulation.status
+    assert (status.phase, status.strategy_phase) == (RunPhase.RUNNING, "VERIFYING")
+    assert status.reason == "all is trained; the run ends when segment 4 is verified"
+    assert (status.step, status.num_steps) == (20, 20)
+    simulation.lose("a")
+    simulation.tick(60.0)
+    assert simulation.record.ended is None
+    simulation.complete()
+    assert "," not in simulation.status.extra["verification"]
+
+
+def test_a_worker_that_the_run_alone_has_had_is_spare() -> None:
+    simulation = begun(verified(), *"abc")
+    simulation.until(f.SegmentCommitted)
+    simulation.lose("a")  # "c" goes on, so that "a" is free when it is back
+    simulation.come("a")
+    simulation.until(f.SegmentVerified, 2)
+    simulation.lose("b")
+    simulation.complete()
+    assert simulation.verifying()[-1] == (4, frozenset("a"))
+    assert simulation.record.value.held == frozenset()
+
+
+@pytest.mark.parametrize("num_before", [0, 8, 12, 16])
+def test_two_runs_blame_the_same_worker_once_and_nobody_else(num_before: int) -> None:
+    """Members of one are a, b and c, and those of the other a, d and e, of which some verify."""
+    simulation = Computing(disturb=always("a"))
+    simulation.come("abcde")
+    text = verified(DATA_PARALLEL, on="any")
+    simulation.tell(SubmitRun(RUN, text, 0.0))
+    simulation.go_on(num_before)
+    simulation.tell(SubmitRun(RunId("other"), text, 0.0))
+    simulation.complete()
+    assert simulation.course == undisturbed(DATA_PARALLEL)
+    refuted = [fact.quarantined for fact in simulation.facts(f.SegmentRefuted)]
+    assert refuted == [("a",), ("a",)]
+    assert [fact.worker_id for fact in simulation.facts(f.WorkerQuarantined)] == ["a"]
+    assert not simulation.facts(f.WorkerMarked)

@@ -115,6 +115,12 @@ def decide(child: Child, world: World, now_s: float) -> Fact | None:
             return fact
 
 
+def has_ended(child: Child) -> bool:
+    """Return True if all that the child's job asks for is committed, so that a run would end."""
+    nobody = World({}, {})
+    return isinstance(child.strategy.decide(child.job, child.value, nobody, 0.0), RunCompleted)
+
+
 def transition(child: Child, fact: Fact, now_s: float) -> Child:
     """Return the child with a fact of its party, or of the whole run, folded in."""
     return replace(child, value=child.strategy.transition(child.job, child.value, fact, now_s))

@@ -53,6 +53,8 @@ class Check:
     """All executions of the first point, once the first of them differs from it."""
     differed_s: float = 0.0
     """Leader-clock time at which that execution had ended."""
+    is_given_up: bool = False
+    """True once an execution that was to decide has failed: no other one follows."""
 
     @property
     def conclusion(self) -> Conclusion | None:
@@ -62,7 +64,7 @@ class Check:
         it would repeat there.
         """
         if len(self.executions) < 2:
-            return None
+            return Conclusion.OPEN if self.is_given_up else None
         point, (second, third) = self.points[0], self.executions[:2]
         conclusion = conclude(point.base.digest, second.digest, third.digest)
         is_own = bool(third.workers & point.workers) and not third.workers & second.workers
@@ -91,7 +93,7 @@ class Check:
     def unprobed(self) -> tuple[WorkerId, ...]:
         """Return the suspects that have yet to execute the segment alone, sorted; none if there is
         no majority to compare them with."""
-        if self.conclusion not in (Conclusion.RUN, Conclusion.VERIFIER):
+        if self.is_given_up or self.conclusion not in (Conclusion.RUN, Conclusion.VERIFIER):
             return ()
         return tuple(sorted(self.suspects - self._with(is_right=True) - self.wrong))
 
@@ -100,6 +102,11 @@ class Check:
         """Return the suspects that have computed other bits when they executed the segment alone,
         after the three executions."""
         return self.suspects & self._with(is_right=False)
+
+    @property
+    def are_cleared(self) -> bool:
+        """Return True if all suspects have computed the right bits alone."""
+        return self.suspects <= self._with(is_right=True)
 
     def _with(self, *, is_right: bool) -> Workers:
         """Return the workers with an execution alone that was right, or a probe that was wrong."""

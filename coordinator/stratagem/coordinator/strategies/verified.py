@@ -7,7 +7,7 @@ execution and probes of single workers follow (verdict.py). A run that was wrong
 state that is trusted, by the same fact as when a user resumes it from a commit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +35,9 @@ from stratagem.coordinator.core.strategy_contract import (
     Strategies,
     Strategy,
 )
-from stratagem.coordinator.core.world import WorkerRecord, World
+from stratagem.coordinator.core.world import RunPhase, World
 from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.placement import eligible
 from stratagem.coordinator.strategies.verdict import (
     Check,
     Workers,
@@ -52,9 +53,6 @@ from stratagem.coordinator.strategies.verified_run import (
     transition,
     trusting,
 )
-
-MAX_TRIED = 8
-"""The most workers of which one might do alone; a strategy that needs several gets all."""
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
@@ -93,14 +91,25 @@ def decide(job: JobSpec, value: VerifiedRun, world: World, now_s: float) -> Fact
     moved = nested.decide(value.verifier, _place(job, value, world), now_s)
     if isinstance(moved, MembersFormed):
         return moved.model_copy(update={"reason": _purpose(value.checks[0], moved)})
+    if moved is None:
+        moved = _stuck(value)
     if moved is not None or not isinstance(fact, RunCompleted):
-        return moved or fact
+        return moved
     if nested.members([value.verifier]):
         return None  # the run ends after this verification
     if value.checks[0].executions:
         return _refuted(value.checks[0], Conclusion.OPEN)
     text = _counts(missed(value, *value.checks))
     return fact.model_copy(update={"reason": f"{fact.reason}; {text}"})
+
+
+def _stuck(value: VerifiedRun) -> PartyFailed | None:
+    """Return the failure of a verifier that has nothing more to do although the check goes on."""
+    verifier = value.verifier
+    if not nested.members([verifier]) or nested.pending(RunId(""), verifier):
+        return None
+    text = f"it does not come to segment {value.checks[0].points[0].segment} as the run did"
+    return PartyFailed(party=VERIFIER, reason=f"{text}: their metrics differ")
 
 
 def _purpose(check: Check, formed: MembersFormed) -> str:
@@ -122,7 +131,8 @@ def _verdict(value: VerifiedRun, world: World, now_s: float) -> Fact | None:
     if _probed(value, world) is not None:
         return None
     blame = blame_of(check, world.workers)
-    if conclusion is Conclusion.RUN and not blame.wrong and value.unexplained == check.points[0]:
+    is_cleared = check.are_cleared and not blame.wrong
+    if conclusion is Conclusion.RUN and is_cleared and value.unexplained == check.points[0].base:
         return _refuted(check, Conclusion.OPEN)  # and again: so would it be after another return
     for penalty in penalties(blame, world.workers, now_s):
         return penalty
@@ -158,87 +168,88 @@ def _workers_of(check: Check) -> Iterator[Workers]:
 
 def _place(job: JobSpec, value: VerifiedRun, world: World) -> World:
     """Return the world that the verifier sees: one worker that may execute the check, if possible
-    one that it had before; more if the strategy needs more; nobody if there is none."""
-    for pool in _pools(job, value, world):
-        present = [name for name in pool if name in value.held]
-        for names in [*([name] for name in (*present, *pool)[:MAX_TRIED]), [*pool]]:
-            world_seen = _only(world, names)
-            if _can_form(value.verifier, world_seen):
-                return world_seen
-    return _only(world, ())
+    one that it has or had; nobody if there is none."""
+    for may_execute in _rules(job, value, world):
+        for name in _candidates(value, world):
+            if may_execute(name):
+                return _only(world, name)
+    return World({}, world.load, numerics=world.numerics)
 
 
-def _pools(
-    job: JobSpec, value: VerifiedRun, world: World
-) -> Iterator[Mapping[WorkerId, WorkerRecord]]:
-    """Yield the workers that may execute the check, the least loaded first; if none of them can,
-    those that follow may."""
+def _candidates(value: VerifiedRun, world: World) -> Iterator[WorkerId]:
+    """Yield the workers that can train the job alone: those that the verifier has, then those that
+    it had, then the least loaded."""
+    present = _names(value.verifier)
+    had = {member.worker_id for member in value.held} - present
+    yield from (name for name in (*sorted(present), *sorted(had)) if _can_train(value, world, name))
+    for record in eligible(value.verifier.job, world, value.fingerprint):
+        yield record.member.worker_id
+
+
+def _can_train(value: VerifiedRun, world: World, name: WorkerId) -> bool:
+    if name not in world.workers:
+        return False
+    return bool(eligible(value.verifier.job, _only(world, name), value.fingerprint))
+
+
+def _rules(job: JobSpec, value: VerifiedRun, world: World) -> Iterator[Callable[[WorkerId], bool]]:
+    """Yield functions that tell whether a worker may execute the check; if the first one allows
+    nobody, the next one decides."""
     check = value.checks[0]
-    usable = {
-        record.member.worker_id: record
-        for record in world.usable()
-        if value.fingerprint in ("", record.capability.numerics_fingerprint)
-    }
-    members = {member.worker_id for member in nested.members([value.main])}
+    trainers = check.points[0].workers
     if len(check.executions) >= 2:
-        name = _probed(value, world)
-        yield {} if name is None else {name: usable[name]}
+        probed = _probed(value, world)
+        yield lambda name: name == probed
         return
-    computed = frozenset[WorkerId]().union(*(point.workers for point in check.points))
-    others = {name: record for name, record in usable.items() if name not in computed}
+
+    def is_other(name: WorkerId) -> bool:
+        return name not in trainers
+
     if check.executions:  # best by others than the first two, else by the run's own
-        first, trainers = check.executions[0].workers, check.points[0].workers
-        yield {name: record for name, record in others.items() if name not in first}
-        yield {name: record for name, record in usable.items() if name in trainers - first}
-        yield {name: record for name, record in usable.items() if name in trainers}
+        first = check.executions[0].workers
+        yield lambda name: name not in first and is_other(name)
+        yield (trainers - first).__contains__
+        yield trainers.__contains__
         return
+    members = _names(value.main)
     match spec_of(job).on:
         case "spare":
-            yield {
-                name: record
-                for name, record in others.items()
-                if name not in members and not _is_busy(value, world, name)
-            }
+            yield (
+                lambda name: (
+                    not _is_busy(value, world, name) and name not in members and is_other(name)
+                )
+            )
         case "any":
-            yield others
+            yield is_other
         case "members":
-            yield {name: record for name, record in others.items() if name in members}
-            yield {name: record for name, record in usable.items() if name in members}
+            yield lambda name: name in members and is_other(name)
+            yield members.__contains__
 
 
 def _is_busy(value: VerifiedRun, world: World, name: WorkerId) -> bool:
     """Return True if a run other than this one has the worker."""
-    return world.load.get(name, 0) > (name in value.held)
+    load = world.load.get(name, 0)
+    return load > 1 or (load == 1 and world.workers[name].member not in value.held)
 
 
 def _probed(value: VerifiedRun, world: World) -> WorkerId | None:
     """Return the next suspect that can execute the segment alone; None if there is none."""
-    for name in value.checks[0].unprobed:
-        record = world.workers.get(name)
-        if record is None or not record.is_usable:
-            continue
-        if _can_form(value.verifier, _only(world, (name,))):
-            return name
-    return None
+    names = value.checks[0].unprobed
+    return next((name for name in names if _can_train(value, world, name)), None)
 
 
-def _only(world: World, names: Iterable[WorkerId]) -> World:
-    """Return a world of these workers alone, tagged so that they take every stage."""
-    workers = {}
-    for name in names:
-        record = world.workers[name]
-        tags = (*record.capability.tags, VERIFIER)
-        capability = record.capability.model_copy(update={"tags": tags})
-        workers[name] = replace(record, capability=capability)
+def _only(world: World, name: WorkerId) -> World:
+    """Return a world of this worker alone, tagged so that it takes every stage."""
+    record = world.workers[name]
+    tags = (*record.capability.tags, VERIFIER)
+    capability = record.capability.model_copy(update={"tags": tags})
+    workers = {name: replace(record, capability=capability)}
     return World(workers, world.load, numerics=world.numerics)
 
 
-def _can_form(verifier: Child, world: World) -> bool:
-    """Return True if the verifier has, or could have, members in this world."""
-    fact = nested.decide(verifier, world, 0.0)
-    if isinstance(fact, MembersFormed):
-        return bool(fact.members)
-    return fact is None and bool(nested.members([verifier]))
+def _names(child: Child) -> Workers:
+    views = child.strategy.parties(child.value).values()
+    return frozenset(member.worker_id for view in views for member in view.members)
 
 
 # ---- Queries ----
@@ -263,8 +274,14 @@ def pending(
 def status(_job: JobSpec, value: VerifiedRun, world: World) -> Status:
     """Return the status of the training, with the state of the verification."""
     main = value.main
-    status_of_main = main.strategy.status(main.job, main.value, world)
-    return replace(status_of_main, extra={**status_of_main.extra, "verification": _counts(value)})
+    status = main.strategy.status(main.job, main.value, world)
+    extra = {**status.extra, "verification": _counts(value)}
+    if not value.checks or not nested.has_ended(main):
+        return replace(status, extra=extra)
+    last = value.checks[-1].points[-1].segment
+    reason = f"all is trained; the run ends when segment {last} is verified"
+    phase = RunPhase.RUNNING
+    return replace(status, phase=phase, strategy_phase="VERIFYING", reason=reason, extra=extra)
 
 
 def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
@@ -301,8 +318,8 @@ def _parties(value: VerifiedRun) -> tuple[Child, ...]:
 def _blobs(value: VerifiedRun) -> frozenset[Digest]:
     """Return the states from which checks begin, or may begin."""
     bases = (base for check in value.checks for base in (check.base, *check.points[:1]))
-    states = {point.base.digest for point in (*bases, value.return_to) if point is not None}
-    return frozenset(states)
+    points = (*bases, value.latest, value.return_to)
+    return frozenset(point.base.digest for point in points if point is not None)
 
 
 def _returned(

@@ -7,16 +7,19 @@ from stratagem.common.base.ids import Party, WorkerId
 from stratagem.common.job import JobSpec, VerificationSpec
 from stratagem.common.numerics.verification import VERIFIER, Conclusion, share_of
 from stratagem.common.strategy import DataParallel, ModelParallel, Tag
+from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import (
     ROOT,
     CommitUploaded,
     Fact,
+    Member,
     MembersFormed,
     ModelBuilt,
     PartyFailed,
     RunCancelled,
     RunCompleted,
     RunFailed,
+    RunReleased,
     RunResumed,
     SegmentCommitted,
     SegmentFinished,
@@ -48,7 +51,8 @@ class VerifiedRun:
     main: Child
     verifier: Child
     latest: Point | None = None
-    """The newest commit of which workers alone have no part."""
+    """The newest commit that the verifier makes, too: one of which workers never had parts alone,
+    or the one with which the run went on."""
     since: Workers = frozenset()
     """The workers that have been members since the newest trained segment."""
     trained: Mapping[int, Workers] = field(default_factory=dict)
@@ -59,8 +63,8 @@ class VerifiedRun:
     """The checks in order of their segments; the verifier executes the first one."""
     verifiers: Workers = frozenset()
     """The workers that have been members of the verifier since this execution began."""
-    held: Workers = frozenset()
-    """All workers that have been members of the verifier: this run is a part of their load."""
+    held: frozenset[Member] = frozenset()
+    """All that have been members of the run or its verifier: this run is a part of their load."""
     verified: SegmentVerified | None = None
     """A segment that was verified, until the fact that says so is journaled."""
     return_to: Point | None = None
@@ -71,8 +75,8 @@ class VerifiedRun:
     """The times in succession that replicas differed without a majority."""
     is_off: bool = False
     """True once the job has shown that it does not repeat itself."""
-    unexplained: Point | None = None
-    """The newest state that was refuted although no member computes it wrongly alone."""
+    unexplained: Base | None = None
+    """The newest state that was refuted although all members compute the right one alone."""
     num_verified: int = 0
     num_missed: int = 0
     """The chosen segments that nobody has verified, or will."""
@@ -128,6 +132,8 @@ def transition(job: JobSpec, value: VerifiedRun, fact: Fact, now_s: float) -> Ve
         case RunCancelled() | RunFailed() | RunCompleted():
             main = nested.transition(value.main, fact, now_s)
             return missed(replace(value, main=main, checks=()), *value.checks)
+        case RunReleased():
+            return replace(value, held=frozenset())
         case RunResumed():
             main = nested.transition(value.main, fact, now_s)
             verifier = nested.transition(value.verifier, fact, now_s)
@@ -150,7 +156,14 @@ def trusting(value: VerifiedRun) -> VerifiedRun:
     progress = nested.progress(value.main)
     latest = None if progress.committed is None else Point(progress.committed, progress.metrics)
     since = frozenset(member.worker_id for member in nested.members([value.main]))
-    return replace(value, latest=latest, since=since, trained={}, return_to=None, blame=None)
+    value = replace(value, latest=latest, since=since, trained={}, verified=None)
+    if (
+        latest is not None
+        and value.return_to is not None
+        and value.return_to.segment < latest.segment
+    ):
+        return value  # it was stopped before its return, which follows
+    return replace(value, return_to=None, blame=None)
 
 
 def _of_main(job: JobSpec, value: VerifiedRun, fact: Fact) -> VerifiedRun:
@@ -158,7 +171,8 @@ def _of_main(job: JobSpec, value: VerifiedRun, fact: Fact) -> VerifiedRun:
     match fact:
         case MembersFormed():
             names = {member.worker_id for member in fact.members}
-            return replace(value, since=value.since | names, fingerprint=fact.fingerprint)
+            value = replace(value, since=value.since | names, held=value.held.union(fact.members))
+            return replace(value, fingerprint=fact.fingerprint)
         case ModelBuilt():
             built = fact.model_copy(update={"party": VERIFIER})
             verifier = nested.transition(value.verifier, built, 0.0)
@@ -169,8 +183,8 @@ def _of_main(job: JobSpec, value: VerifiedRun, fact: Fact) -> VerifiedRun:
             return replace(value, trained=trained, since=members)
         case SegmentCommitted(is_partial=False):
             return _committed(job, value)
-        case CommitUploaded():
-            return replace(value, latest=_point(value))
+        case CommitUploaded() if nested.has_ended(value.main):
+            return _committed(job, value)  # the verifier uploads its last commit, too
         case _:
             return value
 
@@ -188,7 +202,7 @@ def _committed(job: JobSpec, value: VerifiedRun) -> VerifiedRun:
     """Return the run after a whole commit, which is added to the checks if the sample has it."""
     before, point = value.latest, _point(value)
     trained = {number: names for number, names in value.trained.items() if number > point.segment}
-    value = replace(value, latest=point, trained=trained)
+    value = replace(value, latest=point, trained=trained, num_ties=0)
     if value.is_off or before is None or share_of(job.seed, point.segment) >= spec_of(job).sample:
         return value
     last = value.checks[-1] if value.checks else None
@@ -232,24 +246,43 @@ def _aimed(value: VerifiedRun) -> VerifiedRun:
 
 
 def _of_verifier(value: VerifiedRun, fact: Fact, now_s: float) -> VerifiedRun:
-    if isinstance(fact, PartyFailed):  # the check is given up
-        first, *rest = value.checks
-        verifier = nested.again(value.verifier)
-        return _begun(missed(replace(value, verifier=verifier, checks=tuple(rest)), first))
+    if isinstance(fact, PartyFailed):
+        return _given_up(value)
+    before = frozenset(member.worker_id for member in nested.members([value.verifier]))
     value = replace(value, verifier=nested.transition(value.verifier, fact, now_s))
     match fact:
         case MembersFormed():
-            names = {member.worker_id for member in fact.members}
-            verifiers, held = value.verifiers | names, value.held | names
-            return replace(value, verifiers=verifiers, held=held)
-        case SegmentCommitted():
+            value = replace(value, held=value.held.union(fact.members))
+            return replace(value, verifiers=_verifiers(value, fact, before))
+        case SegmentCommitted() | CommitUploaded():
             numbers = [point.segment for point in value.checks[0].points]
-            return _compared(value, fact, now_s) if fact.segment in numbers else value
+            is_whole = isinstance(fact, CommitUploaded) or not fact.is_partial
+            return _compared(value, fact, now_s) if is_whole and fact.segment in numbers else value
         case _:
             return value
 
 
-def _compared(value: VerifiedRun, fact: SegmentCommitted, now_s: float) -> VerifiedRun:
+def _given_up(value: VerifiedRun) -> VerifiedRun:
+    """Return the run without the check under way, which cannot be executed; a state that has
+    differed is not forgotten."""
+    value = replace(value, verifier=nested.again(value.verifier))
+    first, *others = value.checks
+    if first.executions:
+        return replace(value, checks=(replace(first, is_given_up=True), *others))
+    return _begun(missed(replace(value, checks=tuple(others)), first))
+
+
+def _verifiers(value: VerifiedRun, formed: MembersFormed, before: Workers) -> Workers:
+    """Return the workers that have a part in this execution: the new members alone if they begin it
+    anew, with nothing of what those before them have computed."""
+    names = frozenset(member.worker_id for member in formed.members)
+    is_begun = nested.progress(value.verifier).committed != value.checks[0].base.base
+    return value.verifiers | names if is_begun or names & before else names
+
+
+def _compared(
+    value: VerifiedRun, fact: SegmentCommitted | CommitUploaded, now_s: float
+) -> VerifiedRun:
     """Return the run after the verifier has reached a state that the check compares."""
     check, *others = value.checks
     point = check.points[0]
@@ -261,7 +294,7 @@ def _compared(value: VerifiedRun, fact: SegmentCommitted, now_s: float) -> Verif
         return _begun(replace(value, checks=(check, *others)))
     names = tuple(sorted(value.verifiers))
     verified = SegmentVerified(
-        party=ROOT, segment=fact.segment, step=fact.step, digest=fact.digest, workers=names
+        party=ROOT, segment=fact.segment, step=point.base.step, digest=fact.digest, workers=names
     )
     value = replace(value, verified=verified)
     if check.points[1:]:
@@ -277,7 +310,7 @@ def _after_verdict(value: VerifiedRun, fact: SegmentRefuted, now_s: float) -> Ve
     check, *others = value.checks
     match fact.conclusion:
         case Conclusion.RUN:
-            unexplained = None if fact.quarantined else check.points[0]
+            unexplained = check.points[0].base if check.are_cleared else None
             return replace(value, checks=(), return_to=check.base, unexplained=unexplained)
         case Conclusion.VERIFIER if check.points[1:]:
             rest = Check(check.points[0], check.points[1:])

@@ -1,0 +1,96 @@
+"""A simulation whose states follow from the states before, for runs that are verified."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stratagem.common.base.ids import Digest
+from stratagem.common.numerics.verification import VERIFIER
+from stratagem.coordinator.core import effects as e
+from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.commands import Report, SubmitRun
+from stratagem.coordinator.core.pending import live_blobs, pending
+from tests.coordinator.core.jobs import LOCAL, job_text
+from tests.coordinator.core.simulation import RUN, Simulation, digest, do
+
+Disturb = Callable[[frozenset[str], int, int], str]
+"""(workers, segment, number of the execution): text that is no part of the right state."""
+
+
+def nobody(_workers: frozenset[str], _segment: int, _number: int) -> str:
+    return ""
+
+
+@dataclass
+class Computing(Simulation):
+    """A simulation whose states follow from the states before, as workers compute them."""
+
+    disturb: Disturb = nobody
+    states: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    """The state that each party of a run holds after a segment."""
+    computed: list[tuple[str, int, frozenset[str]]] = field(default_factory=list)
+    """Party, segment and workers of each execution."""
+
+    stored: set[Digest] = field(default_factory=set)
+    """The states in the store, from which those that nothing needs are deleted at once."""
+
+    def _start(self) -> None:
+        due = pending(self.state)
+        for effect in sorted(due - self.seen, key=repr):
+            self.queue.append(Report(effect.run_id, self._do(effect)))
+        self.seen = set(due)
+        under_way = {getattr(report.fact, "digest", Digest("")) for report in self.queue}
+        self.stored &= live_blobs(self.state) | under_way
+
+    def _do(self, effect: e.Effect) -> f.Fact:
+        fact = do(effect)
+        if isinstance(effect, e.RunSegment):
+            self._train(effect)
+            return fact.model_copy(update={"streams": f"after {effect.to_step}"})
+        if isinstance(effect, e.CommitSegment | e.UploadCommit):
+            state = self.states[effect.run_id, effect.party, effect.segment]
+            last = "0" if isinstance(effect, e.CommitSegment) else "1"
+            fact = fact.model_copy(update={"digest": Digest(state.ljust(64, last))})
+        self.stored.add(getattr(fact, "digest", Digest("")))
+        return fact
+
+    def _train(self, effect: e.RunSegment) -> None:
+        assert effect.base.digest in self.stored, "a state that is needed is gone"
+        names = frozenset(str(member.worker_id) for member in effect.members)
+        number = sum(segment == effect.segment for _, segment, _ in self.computed)
+        self.computed.append((effect.party, effect.segment, names))
+        before = effect.base.digest[:40]
+        if effect.base.segment + 1 != effect.segment:
+            before = self.states[effect.run_id, effect.party, effect.segment - 1]
+        wrong = self.disturb(names, effect.segment, number)
+        text = f"{before}/{effect.to_step}/{effect.num_skipped}/{effect.num_lr_reductions}{wrong}"
+        self.states[effect.run_id, effect.party, effect.segment] = digest(str(hash(text)))[:40]
+
+    @property
+    def course(self) -> list[tuple[int, Digest]]:
+        """The segments and digests that the run has committed in the end."""
+        return [(commit.segment, commit.digest) for commit in self.record.commits]
+
+    def verifying(self) -> list[tuple[int, frozenset[str]]]:
+        """What the verifier has executed, in order."""
+        return [(segment, names) for party, segment, names in self.computed if party == VERIFIER]
+
+
+def verified(strategy: dict[str, Any] = LOCAL, sample: float = 1.0, **changes: Any) -> str:
+    sections = {"checkpoint": {"every": "5 steps"}, "seed": 7, "retention": 2, **changes}
+    on = sections.pop("on", "spare")
+    if sample:
+        sections["verification"] = {"sample": sample, "on": on}
+    return job_text(strategy, **sections)
+
+
+def run(text: str, *workers: str, disturb: Disturb = nobody, crashes: bool = False) -> Computing:
+    simulation = Computing(disturb=disturb)
+    simulation.come(workers)
+    simulation.tell(SubmitRun(RUN, text, 0.0))
+    while simulation.queue:
+        simulation.now_s += 1.0
+        simulation.step()
+        if crashes:
+            simulation.crash()
+    return simulation
