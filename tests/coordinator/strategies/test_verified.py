@@ -336,3 +336,15 @@ def test_replicas_that_differ_return_to_the_last_commit_instead_of_failing() -> 
     differing(tied)
     assert (tied.record.ended, tied.record.reason) == (RunPhase.FAILED, "they differ")
     assert not tied.facts(f.WorkerMarked)
+
+
+def test_former_members_are_spare_workers_again() -> None:
+    simulation = Computing()
+    simulation.come("abcdef")
+    simulation.tell(SubmitRun(RUN, verified({**DATA_PARALLEL, "num_replicas": 4}), 0.0))
+    simulation.until(f.ModelBuilt)
+    differing(simulation, "b")
+    simulation.complete()
+    trainers = [names for party, _, names in simulation.computed if not party]
+    assert len(trainers[0] | trainers[-1]) == 6
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [1, 2, 3, 4]

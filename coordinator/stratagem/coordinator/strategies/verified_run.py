@@ -60,7 +60,7 @@ class VerifiedRun:
     verifiers: Workers = frozenset()
     """The workers that have been members of the verifier since this execution began."""
     held: Workers = frozenset()
-    """All workers that have been members of the verifier: this run is a part of their load."""
+    """All workers that have been members, of either party: this run is a part of their load."""
     verified: SegmentVerified | None = None
     """A segment that was verified, until the fact that says so is journaled."""
     return_to: Point | None = None
@@ -158,7 +158,8 @@ def _of_main(job: JobSpec, value: VerifiedRun, fact: Fact) -> VerifiedRun:
     match fact:
         case MembersFormed():
             names = {member.worker_id for member in fact.members}
-            return replace(value, since=value.since | names, fingerprint=fact.fingerprint)
+            since, held = value.since | names, value.held | names
+            return replace(value, since=since, held=held, fingerprint=fact.fingerprint)
         case ModelBuilt():
             built = fact.model_copy(update={"party": VERIFIER})
             verifier = nested.transition(value.verifier, built, 0.0)
