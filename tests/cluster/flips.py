@@ -5,14 +5,19 @@
 A flip is drawn from the seed: the job, the place, step, element and bit, the worker, and whether it
 happens once or each time that the worker computes the step. All runs are on one cluster. Each flip
 also hits a run that is not verified, whose loss and gradient norm are compared with thresholds.
+
+    python -m tests.cluster.flips --healthy 300
+
+Here nobody computes wrongly, but workers are killed and frozen while all segments are verified.
 """
 
 import argparse
 import random
+import signal
 import statistics
 import sys
 import tempfile
-import time
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +31,16 @@ from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.common.numerics.verification import VERIFIER
 from tests.cluster.flipping_worker import Flip, Place, took_place
 from tests.cluster.jobs import cluster_of
-from tests.crash.jobs import GOSSIP, JOBS, PIPELINE, Job, crash_job, data_parallel, local_steps
+from tests.crash.jobs import GOSSIP, JOBS, PIPELINE, Job, crash_job, data_parallel
 from tests.crash.rig import until
+from tests.patience import PATIENCE_S
 from tests.stream_jobs import streamed
 
 PROGRAM = Path(__file__).with_name("flipping_worker.py")
 NUM_WORKERS = 6
+TAG = "any"
+TTL_S = 6.0
+"""Of the leases: a worker that is frozen for longer is lost."""
 NUM_SIGMAS = 4
 SERIES = ("train.loss", "train.grad_norm")
 
@@ -43,19 +52,32 @@ NAMES = (
 )
 
 
+def anywhere(job: Any) -> Any:
+    """Return the job with stages that any worker takes: others replace a quarantined one."""
+    if isinstance(job, Mapping):
+        return {
+            key: {"Tag": TAG} if key == "target" else anywhere(value) for key, value in job.items()
+        }
+    return [*map(anywhere, job)] if isinstance(job, list) else job
+
+
 def _staged(protocol: str) -> Job:
     communication = {"protocol": protocol}
-    return crash_job({**PIPELINE, "communication": communication})
+    return crash_job(anywhere({**PIPELINE, "communication": communication}))
 
 
 CASES: dict[str, Job] = {
-    **{name: JOBS[name] for name in NAMES},
+    **{name: anywhere(JOBS[name]) for name in NAMES},
     "Direct": _staged("Direct"),
     "DataStore": _staged("DataStore"),
     "Gossip-coded": crash_job(GOSSIP) | {"compression": {"codec": "ternary"}},
     "AllReduce-coded": crash_job(data_parallel("AllReduce")) | {"compression": {"codec": "int8"}},
+<<<<<<< HEAD
     "DiLoCo-coded": crash_job(local_steps(), every=3) | {"compression": {"codec": "int8"}},
     "Streams": crash_job(data_parallel("AllReduce")) | {"data": streamed("named", num_rows=60)},
+=======
+    "Streams": crash_job(data_parallel("AllReduce")) | {"data": streamed("shards")},
+>>>>>>> 1163c3723fdda11722e9305b0acb99d31e6afa62
 }
 """Jobs of every kind that can be verified while it trains."""
 
@@ -92,13 +114,21 @@ class Course:
         return {member["worker_id"] for each in members for member in each}
 
     @property
+    def num_steps(self) -> int:
+        return max(int(event.payload["step"]) for event in self.of("SegmentCommitted"))
+
+    @property
     def marked(self) -> set[str]:
         return {name for event in self.of("SegmentRefuted") for name in event.payload["marked"]}
 
 
 def course_of(run: RunHandle) -> Course:
     """Wait for the end of a run, whatever it is."""
+    events = []
+    timer = threading.Timer(PATIENCE_S, run.cancel)
+    timer.start()
     events = [item for item in run.watch() if isinstance(item, Event)]
+    timer.cancel()
     status = run.status()
     series = run.history().items()
     history = {name: each.last.tolist() for name, each in series if name in SERIES}
@@ -165,10 +195,17 @@ class Bench:
     folder: Path
     known: dict[str, Course] = field(default_factory=dict)
 
+    def plain(self, case: str, job: Job) -> Course:
+        """Return the course of a job of this name when nobody verifies it and nothing happens."""
+        key = f"plain {job['name']} {case}"
+        if key not in self.known:
+            self.known[key] = course_of(self.client.submit(job))
+        return self.known[key]
+
     def undisturbed(self, case: str) -> Course:
         """Return the course of the job when nothing happens to it, verified by others."""
         if case not in self.known:
-            plain = course_of(self.client.submit(CASES[case]))
+            plain = self.plain(case, CASES[case])
             course = course_of(self.client.submit(verified(CASES[case], "spare")))
             assert course.phase is Phase.COMPLETED, course.reason
             assert course.final == plain.final, case
@@ -239,8 +276,12 @@ def exceeds(course: Course, right: Course) -> bool:
 def bench(folder: Path) -> Iterator[Bench]:
     flips = folder / "flips"
     flips.mkdir()
-    arguments: list[list[str]] = [[] for _ in range(NUM_WORKERS)]
-    environment = {"TEST_FLIPS": str(flips)}
+    arguments = [["--tags", TAG]] * NUM_WORKERS
+    environment = {
+        "TEST_FLIPS": str(flips),
+        "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(TTL_S),
+        "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
+    }
     with (
         cluster_of(folder, arguments, worker=PROGRAM, environment=environment) as cluster,
         cluster.client() as client,
@@ -248,36 +289,59 @@ def bench(folder: Path) -> Iterator[Bench]:
         yield Bench(cluster, client, flips)
 
 
-# ---- A series ----
+# ---- A series of flips ----
 
 PLACES: Sequence[Place] = get_args(Place)
 
 
-def drawn(random_: random.Random, bench_: Bench, cases: Sequence[str]) -> tuple[Any, ...]:
-    """Return a case, a worker, a flip and who verifies."""
-    case = random_.choice(cases)
-    right = bench_.undisturbed(case)
-    num_steps = max(event.payload["step"] for event in right.of("SegmentCommitted"))
-    flip = Flip(
-        place=random_.choice(PLACES),
-        step=random_.randint(1, num_steps),
-        element=random_.randrange(1 << 20),
-        bit=random_.randrange(32),
-        once=random_.random() < 0.5,
-        call=random_.randrange(3),
-    )
-    is_of_verifier = random_.random() < 0.15
-    workers = right.workers(VERIFIER) if is_of_verifier else right.workers()
-    worker = random_.choice(sorted(workers))
-    return case, worker, flip, random_.choice(("spare", "spare", "any"))
+@dataclass
+class Series:
+    """Flips that are drawn from a seed."""
+
+    bench: Bench
+    random: random.Random
+    cases: Sequence[str]
+    absent: set[tuple[str, Place, bool]] = field(default_factory=set)
+    """Places that a job does not have, or not in its verifier."""
+
+    def next(self) -> Attempt:
+        """Return the next attempt whose flip has reached its place."""
+        while True:
+            case = self.random.choice(self.cases)
+            place = self.random.choice(PLACES)
+            is_of_verifier = self.random.random() < 1 / 8
+            if (case, place, is_of_verifier) in self.absent:
+                continue
+            attempt = self._attempt(case, place, is_of_verifier=is_of_verifier)
+            if attempt.num_flips:
+                return attempt
+            if attempt.flip.call == 0 and attempt.is_verifier is is_of_verifier:
+                self.absent.add((case, place, is_of_verifier))
+
+    def _attempt(self, case: str, place: Place, *, is_of_verifier: bool) -> Attempt:
+        right, draw = self.bench.undisturbed(case), self.random
+        flip = Flip(
+            place=place,
+            step=draw.randint(1, right.num_steps),
+            element=draw.randrange(1 << 20),
+            bit=draw.randrange(32),
+            once=draw.random() < 0.5,
+            call=draw.choice((0, 0, 1, 2)),
+        )
+        worker = draw.choice(sorted(right.workers(VERIFIER if is_of_verifier else "")))
+        on = "spare" if is_of_verifier else draw.choice(("spare", "any"))
+        return self.bench.attempt(case, worker, flip, on)
+
+
+COLUMNS = ("flips", "masked", "detected", "repaired", "named", "false", "seen")
 
 
 def table(attempts: Iterable[Attempt]) -> str:
     """Return the counts by kind of flip."""
     rows: dict[str, Counter[str]] = {}
     for each in attempts:
-        kind = ("verifier" if each.is_verifier else each.flip.place, each.flip.once)
-        for name in (f"{kind[0]}, {'once' if kind[1] else 'always'}", "all"):
+        place = "any, of a verifier" if each.is_verifier else each.flip.place
+        for name in (f"{place}, {'once' if each.flip.once else 'always'}", "all"):
             count = rows.setdefault(name, Counter())
             count["flips"] += 1
             if not each.has_changed:
@@ -286,29 +350,83 @@ def table(attempts: Iterable[Attempt]) -> str:
             for word in ("detected", "repaired", "named", "seen"):
                 count[word] += getattr(each, word)
             count["false"] += bool(each.false_accusations)
-    columns = ("flips", "masked", "detected", "repaired", "named", "false", "seen")
-    lines = [f"| flip | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    lines = [f"| flip | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for name in sorted(rows, key=lambda name: (name == "all", name)):
-        lines.append(f"| {name} | {' | '.join(str(rows[name][each]) for each in columns)} |")
+        lines.append(f"| {name} | {' | '.join(str(rows[name][each]) for each in COLUMNS)} |")
     return "\n".join(lines)
+
+
+# ---- A series of healthy runs ----
+
+
+def healthy(bench_: Bench, draw: random.Random, case: str) -> tuple[int, int, str]:
+    """Run a job three times as long while a worker is killed or frozen; return how many segments
+    were verified and how many not, and what is wrong, if anything is."""
+    steps = 3 * bench_.undisturbed(case).num_steps
+    job = {**CASES[case], "steps": steps, "name": "healthy"}
+    right = bench_.plain(case, job)
+    run = bench_.client.submit(verified(job, draw.choice(("spare", "any", "members"))))
+    victims = draw.sample(bench_.cluster.worker_names, draw.randint(1, 2))
+    plan = sorted((draw.randrange(3, steps), name) for name in victims)
+    frozen: list[threading.Timer] = []
+    for event in run.watch():
+        if not plan or not isinstance(event, Event):
+            continue
+        if event.kind == "SegmentCommitted" and event.payload["step"] >= plan[0][0]:
+            name = plan.pop(0)[1]
+            if draw.random() < 0.5:
+                bench_.cluster.kill(name)
+                continue
+            bench_.cluster.kill(name, signal.SIGSTOP)
+            thaw = threading.Timer(
+                draw.uniform(0.1, 2 * TTL_S), bench_.cluster.kill, (name, signal.SIGCONT)
+            )
+            thaw.start()
+            frozen.append(thaw)
+    for each in frozen:
+        each.join()
+    course = course_of(run)
+    wrong = [event.sentence for event in course.of("SegmentRefuted")]
+    if course.phase is not Phase.COMPLETED or course.final != right.final:
+        wrong.append(f"{course.phase.name}: {course.reason}")
+    if names := bench_.release():
+        wrong.append(f"{', '.join(sorted(names))} quarantined")
+    num_verified = len(course.of("SegmentVerified"))
+    return num_verified, len(right.final) - num_verified, "; ".join(wrong)
+
+
+# ---- Command ----
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=200, help="flips that reach their place")
+    parser.add_argument("--healthy", type=int, default=0, help="segments to verify, instead")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     options = parser.parse_args(arguments)
-    random_ = random.Random(options.seed)
-    attempts: list[Attempt] = []
+    draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder, bench(Path(folder)) as bench_:
-        while len(attempts) < options.number:
-            since_s = time.monotonic()
-            attempt = bench_.attempt(*drawn(random_, bench_, options.cases))
-            print(f"{attempt.row} | {time.monotonic() - since_s:.1f} s", flush=True)
-            if attempt.num_flips:
-                attempts.append(attempt)
+        if options.healthy:
+            run_healthy(bench_, draw, options.cases, options.healthy)
+            return
+        series = Series(bench_, draw, options.cases)
+        attempts: list[Attempt] = []
+        for _ in range(options.number):
+            attempts.append(series.next())
+            print(attempts[-1].row, flush=True)
     print(table(attempts))
+
+
+def run_healthy(bench_: Bench, draw: random.Random, cases: Sequence[str], number: int) -> None:
+    """Run jobs in turn until so many segments are verified."""
+    total: Counter[str] = Counter()
+    while total["verified"] < number:
+        case = cases[total["runs"] % len(cases)]
+        num_verified, num_missed, wrong = healthy(bench_, draw, case)
+        total.update(runs=1, verified=num_verified, missed=num_missed, wrong=bool(wrong))
+        print(f"{case}: {num_verified} verified, {num_missed} not; {wrong or 'right'}", flush=True)
+    print(dict(total))
 
 
 if __name__ == "__main__":
