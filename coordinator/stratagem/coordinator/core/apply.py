@@ -382,6 +382,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
 def _with_copies(record: RunRecord, fact: Fact) -> RunRecord:
     """Return the run after a fact about the commit parts that only workers have: once uploaded, the
     commit is whole; once lost, the run goes on from the last whole commit."""
+    if getattr(fact, "party", ROOT) != ROOT:
+        return record
     commits = record.commits
     if isinstance(fact, CommitUploaded):
         whole = replace(commits[-1], digest=fact.digest, is_partial=False)
