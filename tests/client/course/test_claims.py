@@ -194,6 +194,14 @@ def test_a_run_that_returns_to_a_commit_counts_the_steps_of_its_clients_from_the
     assert claims.by_place[ClaimPlace("client0", 4, None, 1)].digest == "y"
 
 
+def test_what_a_run_has_undone_it_does_not_claim() -> None:
+    resumed = {"from_segment": 1, "step": 1, "by_policy": False}
+    states = [committed(number, number, f"s{number}") for number in range(4)]
+    claims = claims_of(*states, ("RunResumed", resumed), committed(2, 2, "again"))
+    assert [claim.digest for claim in claims.by_place.values()] == ["s0", "s1", "again"]
+    assert claims.last_step == 2
+
+
 def test_inputs_of_a_run_are_those_that_its_job_does_not_say() -> None:
     clients = [{"client": 0, "worker_id": "a", "tags": []}]
     claims = claims_of(

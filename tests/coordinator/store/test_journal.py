@@ -322,6 +322,14 @@ def test_of_what_stages_have_done_only_the_newest_segment_is_kept(log: Journal) 
     assert segments_of(log, party) == []
 
 
+def test_a_segment_that_ends_as_the_run_returns_leaves_no_history(log: Journal) -> None:
+    """A run that is verified returns while it trains: one transaction may have both."""
+    term = lead(log, US)
+    log.append(term, [record(A, 0)], histories=[recorded(i) for i in range(1, 3)])
+    log.append(term, [record(A, 1), record(A, 2)], histories=[recorded(3)], returns={A: 1})
+    assert segments_of(log) == [1]
+
+
 def test_what_one_row_cannot_hold_stays_as_it_is() -> None:
     rows = []
     for number in range(2):

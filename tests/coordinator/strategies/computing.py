@@ -1,5 +1,6 @@
 """A simulation whose states follow from the states before, for runs that are verified."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import Report, SubmitRun
 from stratagem.coordinator.core.pending import live_blobs, pending
+from stratagem.coordinator.core.state import retained
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, digest, do
 
@@ -31,16 +33,25 @@ class Computing(Simulation):
     computed: list[tuple[str, int, frozenset[str]]] = field(default_factory=list)
     """Party, segment and workers of each execution."""
 
+    asked: list[tuple[e.Effect, Report]] = field(default_factory=list)
+    """The effects under way, of which those that are cancelled report nothing."""
     stored: set[Digest] = field(default_factory=set)
     """The states in the store, from which those that nothing needs are deleted at once."""
 
     def _start(self) -> None:
         due = pending(self.state)
-        for effect in sorted(due - self.seen, key=repr):
-            self.queue.append(Report(effect.run_id, self._do(effect)))
+        new = sorted(due - self.seen, key=repr)
+        self.asked = [(effect, report) for effect, report in self.asked if effect in due]
+        self.asked += [(effect, Report(effect.run_id, self._do(effect))) for effect in new]
+        reports = [report for _, report in self.asked]
+        waiting = [report for report in self.queue if any(report is each for each in reports)]
+        self.queue = deque([*waiting, *reports[len(reports) - len(new) :]])
         self.seen = set(due)
         under_way = {getattr(report.fact, "digest", Digest("")) for report in self.queue}
         self.stored &= live_blobs(self.state) | under_way
+        for record in self.state.runs.values():
+            kept = {commit.digest for commit in retained(record)}
+            assert kept <= self.stored, "a commit that counts as kept is gone"
 
     def _do(self, effect: e.Effect) -> f.Fact:
         fact = do(effect)
@@ -68,8 +79,8 @@ class Computing(Simulation):
 
     @property
     def course(self) -> list[tuple[int, Digest]]:
-        """The segments and digests that the run has committed in the end."""
-        return [(commit.segment, commit.digest) for commit in self.record.commits]
+        """The segments and digests of the commits that are kept in the end."""
+        return [(commit.segment, commit.digest) for commit in retained(self.record)]
 
     def verifying(self) -> list[tuple[int, frozenset[str]]]:
         """What the verifier has executed, in order."""
@@ -84,9 +95,15 @@ def verified(strategy: dict[str, Any] = LOCAL, sample: float = 1.0, **changes: A
     return job_text(strategy, **sections)
 
 
-def run(text: str, *workers: str, disturb: Disturb = nobody, crashes: bool = False) -> Computing:
+def run(
+    text: str,
+    *workers: str,
+    disturb: Disturb = nobody,
+    crashes: bool = False,
+    tags: tuple[str, ...] = (),
+) -> Computing:
     simulation = Computing(disturb=disturb)
-    simulation.come(workers)
+    simulation.come(workers, tags=tags)
     simulation.tell(SubmitRun(RUN, text, 0.0))
     while simulation.queue:
         simulation.now_s += 1.0

@@ -338,6 +338,10 @@ def test_the_last_commit_of_a_run_that_stops_early_is_verified_too() -> None:
     assert wrong.course == right.course
     assert right.fact(f.StoppedEarly).step == 15
     assert [fact.segment for fact in right.facts(f.SegmentVerified)] == [3]
+    # What a verifier uploads that is wrong itself is no commit of the run.
+    simulation = run(verified(KEPT, **changes), *"abcdefg", disturb=always("d", segment=3))
+    assert simulation.fact(f.SegmentRefuted).conclusion is Conclusion.VERIFIER
+    assert simulation.course == right.course
 
 
 def test_a_verifier_that_stops_before_the_run_did_gives_up() -> None:

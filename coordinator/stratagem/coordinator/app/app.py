@@ -16,6 +16,7 @@ import structlog
 
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.base.ids import Party, RunId
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.observe.logs import identify
 from stratagem.common.privacy.noise import PrivacySecret
 from stratagem.common.process.failpoints import failpoint
@@ -35,6 +36,7 @@ from stratagem.coordinator.core.facts import (
     Member,
     RoundClosed,
     RunDeleted,
+    RunResumed,
     RunSubmitted,
     SegmentFinished,
     UpdateRejected,
@@ -306,8 +308,12 @@ class App:
                 self.env.transfers.forget_member(fact.member)
                 self.relay.forget(fact.member)
             case SegmentFinished():
-                self.feed.set_progress(run_id, None)
+                if fact.party != VERIFIER:
+                    self.feed.set_progress(run_id, None)
                 self.history.end(run_id, fact.party)
+            case RunResumed():  # which may have trained until now
+                self.feed.set_progress(run_id, None)
+                self.history.forget(run_id)
             case RoundClosed():
                 self.feed.set_progress(run_id, None)
             case UpdateRejected():

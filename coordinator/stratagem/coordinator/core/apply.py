@@ -271,12 +271,14 @@ def _returned(run: RunRecord, fact: RunResumed) -> RunRecord:
     assert nesting is not None
     assert fact.from_segment is not None
     base = Base(fact.from_segment, fact.step, fact.digest, fact.streams, fact.average)
-    commits = tuple(commit for commit in run.commits if commit.segment <= base.segment)
-    if not commits or commits[-1].segment != base.segment:  # a verification may lag far behind
-        at = base.segment, base.step, base.digest
-        commits = (*commits, CommittedState(*at, {}, base.streams, base.average))
+    at = base.segment, base.step, base.digest
+    here = CommittedState(*at, {}, base.streams, base.average)  # a verification may lag far behind
+    here = next((commit for commit in run.commits if commit.segment == base.segment), here)
+    # Of the commits before it, the states of those that were not retained are deleted.
+    before = (commit for commit in retained(run) if commit.segment < base.segment)
+    commits = (*before, here)
     if nesting.returned is not None:
-        value = nesting.returned(run.job, run.value, base, commits[-1].metrics)
+        value = nesting.returned(run.job, run.value, base, here.metrics)
     else:
         num_rows = nesting.progress(run.value).num_rows
         value = nesting.rebase(run.job, run.value, base, num_rows)
@@ -284,7 +286,7 @@ def _returned(run: RunRecord, fact: RunResumed) -> RunRecord:
         run,
         value=value,
         commits=commits,
-        metrics=commits[-1].metrics,
+        metrics=here.metrics,
         num_returns=run.num_returns + 1,
         is_reproducible=run.is_reproducible and not fact.by_policy,
     )
@@ -382,6 +384,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
 def _with_copies(record: RunRecord, fact: Fact) -> RunRecord:
     """Return the run after a fact about the commit parts that only workers have: once uploaded, the
     commit is whole; once lost, the run goes on from the last whole commit."""
+    if getattr(fact, "party", ROOT) != ROOT:
+        return record
     commits = record.commits
     if isinstance(fact, CommitUploaded):
         whole = replace(commits[-1], digest=fact.digest, is_partial=False)

@@ -272,9 +272,9 @@ class Journal:
                 written = connection.execute(_PLACED, rows) if rows else ()
                 positions = [row.position for row in written]
                 put(connection, summaries)
-                for run_id, segment in returns.items():
-                    step_history.cut(connection, run_id, segment)
                 step_history.put(connection, histories)
+                for run_id, segment in returns.items():  # what it trains anew ends later
+                    step_history.cut(connection, run_id, segment)
                 return positions
         except ConstraintError as error:
             raise self._conflict(records) from error
