@@ -260,7 +260,10 @@ def status(_job: JobSpec, value: VerifiedRun, world: World) -> Status:
     """Return the status of the training, with the state of the verification."""
     main = value.main
     status_of_main = main.strategy.status(main.job, main.value, world)
-    return replace(status_of_main, extra={**status_of_main.extra, "verification": _counts(value)})
+    phase, extra = status_of_main.strategy_phase, {"verification": _counts(value)}
+    if phase == "COMMITTING" and value.checks and nested.progress(main).is_idle:
+        phase = "VERIFYING"  # all is committed
+    return replace(status_of_main, strategy_phase=phase, extra={**status_of_main.extra, **extra})
 
 
 def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
