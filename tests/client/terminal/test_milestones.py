@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -196,7 +197,7 @@ def test_what_was_known_is_counted_and_not_said() -> None:
 
 
 def test_the_verifier_is_no_part_of_the_run_and_a_refutation_is_always_said() -> None:
-    of = {"party": "verifier", "segment": 1, "step": 100}
+    of: dict[str, Any] = {"party": "verifier", "segment": 1, "step": 100}
     verifying = [
         fact("MembersFormed", party="verifier", membership=1, sentence="verifier: members are w1"),
         finished(1, party="verifier", loss=7.0, metrics={"test.accuracy": 0.1}),

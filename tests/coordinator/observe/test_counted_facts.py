@@ -24,7 +24,7 @@ def test_verifications_are_counted_by_their_result_and_apart_from_the_run() -> N
     verified = f.SegmentVerified(
         party=f.ROOT, segment=1, step=5, digest=DIGEST, workers=WORKERS[1:]
     )
-    journaled = [
+    journaled: list[f.Fact] = [
         *(committed, committed.model_copy(update={"party": VERIFIER}), verified, verified),
         *map(refuted, (Conclusion.RUN, Conclusion.RUN, Conclusion.VERIFIER, Conclusion.OPEN)),
     ]
