@@ -69,6 +69,24 @@ def test_an_example_runs(client: Client, name: str) -> None:
 
 
 @pytest.mark.sweep
+def test_the_example_of_a_verified_run_is_verified_apart_from_its_own_course(
+    client: Client, tmp_path: Path
+) -> None:
+    run = client.submit(small(ROOT / "examples" / "digits_verified.yaml"))
+    status = run.result().status
+    assert status.verification == "2 chosen segments verified"
+    assert status.engine == "shm", "that of two workers, not of the verifier"
+    events = run.events()
+    first = next(event for event in events if event.kind == "MembersFormed")
+    again = [event for event in events if event.kind == "SegmentVerified"]
+    members = {member["worker_id"] for member in first.payload["members"]}
+    assert [event.payload["segment"] for event in again] == [1, 2]
+    assert not members & {name for event in again for name in event.payload["workers"]}
+    assert {stay.worker_id for stay in run.members()} == members
+    assert "<h3>Verification</h3>" in run.report(tmp_path / "page.html").read_text()
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "path", [path for path in JOBS if path.stem not in RUN], ids=lambda path: path.stem
 )

@@ -57,7 +57,8 @@ class Computing(Simulation):
         fact = do(effect)
         if isinstance(effect, e.RunSegment):
             self._train(effect)
-            return fact.model_copy(update={"streams": f"after {effect.to_step}"})
+            engine = "solo" if effect.party else "shm"
+            return fact.model_copy(update={"streams": f"after {effect.to_step}", "engine": engine})
         if isinstance(effect, e.CommitSegment | e.UploadCommit):
             state = self.states[effect.run_id, effect.party, effect.segment]
             last = "0" if isinstance(effect, e.CommitSegment) else "1"

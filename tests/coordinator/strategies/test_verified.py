@@ -57,6 +57,7 @@ def test_what_is_right_is_verified_and_nothing_else_changes(strategy: dict[str, 
     assert [fact.segment for fact in facts] == [1, 2, 3, 4]
     assert not simulation.facts(f.SegmentRefuted)
     assert simulation.record.is_reproducible
+    assert simulation.record.engine == "shm", "that of the run, not of its verifier"
     run_view = view_of(world_of(simulation.state), simulation.record, 0.0)
     assert run_view.verification == "4 chosen segments verified"
     workers = {name for _, names in simulation.verifying() for name in names}
@@ -164,6 +165,17 @@ def test_without_a_worker_to_spare_the_run_ends_unverified() -> None:
     first = run(verified(on="members"), "a", disturb=lambda _n, k, num: "!" * ((k, num) == (2, 0)))
     assert first.course == undisturbed(LOCAL)
     assert first.fact(f.SegmentRefuted).conclusion is Conclusion.RUN
+
+
+def test_a_run_that_waits_for_its_verification_alone_says_so() -> None:
+    simulation = Computing()
+    simulation.come("ab")
+    simulation.tell(SubmitRun(RUN, verified(), 0.0))
+    phases = []
+    while simulation.queue:
+        phases.append(simulation.status.strategy_phase)
+        simulation.step()
+    assert list(dict.fromkeys(phases))[-2:] == ["COMMITTING", "VERIFYING"]
 
 
 def test_a_sample_is_the_same_each_time_and_few_checks_wait() -> None:

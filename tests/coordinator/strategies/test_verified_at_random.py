@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import DrainWorker, LeaveWorker, SubmitRun
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.world import RunPhase
 from tests.coordinator.core.jobs import DATA_PARALLEL, EVALUATION, GOSSIP, LOCAL
 from tests.coordinator.core.simulation import RUN, member, register
 from tests.coordinator.strategies.computing import Computing, Disturb, run, verified

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from stratagem.common.base.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.verification import Conclusion
+from stratagem.common.numerics.verification import VERIFIER, Conclusion
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
 from stratagem.coordinator.core.courses import resumed_metrics, with_course
 from stratagem.coordinator.core.effects import Base, slots
@@ -329,8 +329,9 @@ def _needs_its_journal(fact: Fact) -> bool:
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
     """Add the fact's commits and metrics to the run. Commits and metrics of a party below the root
     are left out: they concern its strategy alone."""
-    if getattr(fact, "party", ROOT) != ROOT:
-        return _with_engine(record, fact)
+    party = getattr(fact, "party", ROOT)
+    if party != ROOT:
+        return record if party == VERIFIER else _with_engine(record, fact)
     match fact:
         case ModelBuilt():
             metrics = resumed_metrics(record.job)
