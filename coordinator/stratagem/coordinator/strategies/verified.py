@@ -154,10 +154,12 @@ def _workers_of(check: Check) -> Iterator[Workers]:
 
 def _place(job: JobSpec, value: VerifiedRun, world: World) -> World:
     """Return the world that the verifier sees: one worker that may execute the check, if possible
-    one that it had before; more if the strategy needs more; nobody if there is none."""
+    the one that it has, or one that the run had; more if the strategy needs more; nobody if there
+    is none."""
+    present = {member.worker_id for member in nested.members([value.verifier])}
     for pool in _pools(job, value, world):
-        present = [name for name in pool if name in value.held]
-        for names in [*([name] for name in (*present, *pool)[:MAX_TRIED]), [*pool]]:
+        nearest = sorted(pool, key=lambda name: (name not in present, name not in value.held))
+        for names in [*([name] for name in nearest[:MAX_TRIED]), [*pool]]:
             world_seen = _only(world, names)
             if _can_form(value.verifier, world_seen):
                 return world_seen
