@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -412,9 +412,10 @@ def main(arguments: Sequence[str]) -> None:
             return
         series = Series(bench_, draw, options.cases)
         attempts: list[Attempt] = []
-        for _ in range(options.number):
-            attempts.append(series.next())
-            print(attempts[-1].row, flush=True)
+        with suppress(KeyboardInterrupt):
+            while len(attempts) < options.number:
+                attempts.append(series.next())
+                print(attempts[-1].row, flush=True)
     print(table(attempts))
 
 
