@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -119,7 +119,6 @@ class Course:
 
 def course_of(run: RunHandle) -> Course:
     """Wait for the end of a run, whatever it is."""
-    events = []
     timer = threading.Timer(PATIENCE_S, run.cancel)
     timer.start()
     events = [item for item in run.watch() if isinstance(item, Event)]
@@ -159,8 +158,10 @@ class Attempt:
 
     @property
     def named(self) -> bool:
-        """The second mark of a worker that was the only suspect is a quarantine."""
-        return self.worker in self.quarantined or (self.flip.once and self.worker in self.marked)
+        """Who was wrong once is marked with all that may have been; who was so again is
+        quarantined, or the only one that is marked if its replica differs."""
+        is_marked = self.worker in self.marked if self.flip.once else self.marked == {self.worker}
+        return is_marked or self.worker in self.quarantined
 
     @property
     def false_accusations(self) -> frozenset[str]:
@@ -208,8 +209,8 @@ class Bench:
             self.known[case] = course
         return self.known[case]
 
-    def attempt(self, case: str, worker: str, flip: Flip, on: str) -> Attempt:
-        """Run the job with the flip, and once more without a verification."""
+    def attempt(self, case: str, worker: str, flip: Flip, on: str = "spare") -> Attempt:
+        """Run the job with the flip."""
         right = self.undisturbed(case).final
         course, num_flips = self.disturbed(verified(CASES[case], on), worker, flip)
         quarantined = self.release()
@@ -219,7 +220,7 @@ class Bench:
         refuted = course.of("SegmentRefuted")
         is_failed = course.phase is not Phase.COMPLETED
         is_verifier = worker not in course.workers() and worker in course.workers(VERIFIER)
-        attempt = Attempt(
+        return Attempt(
             *(case, worker, flip, num_flips, is_verifier),
             has_changed=bool(wrong or refuted or is_failed),
             detected=bool(refuted),
@@ -229,10 +230,14 @@ class Bench:
             conclusions=tuple(event.payload["conclusion"] for event in refuted),
             end=course.reason,
         )
-        if not attempt.num_flips or not attempt.has_changed or is_verifier:
+
+    def compared(self, attempt: Attempt) -> Attempt:
+        """Run the job of an attempt again, with the flip but without a verification, and note
+        whether a threshold sees it."""
+        if not attempt.has_changed or attempt.is_verifier:
             return attempt
-        plain, _ = self.disturbed(CASES[case], worker, flip)
-        return replace(attempt, seen=exceeds(plain, self.undisturbed(case)))
+        plain, _ = self.disturbed(CASES[attempt.case], attempt.worker, attempt.flip)
+        return replace(attempt, seen=exceeds(plain, self.undisturbed(attempt.case)))
 
     def disturbed(self, job: Job, worker: str, flip: Flip) -> tuple[Course, int]:
         flip.write(self.folder, worker)
@@ -309,7 +314,7 @@ class Series:
                 continue
             attempt = self._attempt(case, place, is_of_verifier=is_of_verifier)
             if attempt.num_flips:
-                return attempt
+                return self.bench.compared(attempt)
             if attempt.flip.call == 0 and attempt.is_verifier is is_of_verifier:
                 self.absent.add((case, place, is_of_verifier))
 
@@ -407,9 +412,10 @@ def main(arguments: Sequence[str]) -> None:
             return
         series = Series(bench_, draw, options.cases)
         attempts: list[Attempt] = []
-        for _ in range(options.number):
-            attempts.append(series.next())
-            print(attempts[-1].row, flush=True)
+        with suppress(KeyboardInterrupt):
+            while len(attempts) < options.number:
+                attempts.append(series.next())
+                print(attempts[-1].row, flush=True)
     print(table(attempts))
 
 

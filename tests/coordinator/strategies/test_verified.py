@@ -471,3 +471,49 @@ def test_former_members_are_spare_workers_again() -> None:
     trainers = [names for party, _, names in simulation.computed if not party]
     assert len(trainers[0] | trainers[-1]) == 6
     assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [1, 2, 3, 4]
+
+
+def test_a_segment_that_nobody_can_verify_does_not_keep_others_from_it() -> None:
+    simulation = Computing()
+    simulation.come("abc")
+    simulation.tell(SubmitRun(RUN, verified({**DATA_PARALLEL, "num_replicas": 2}), 0.0))
+    simulation.until(f.ModelBuilt)
+    simulation.queue = deque()  # what the members compute is lost with one of them
+    simulation.lose("a")
+    simulation.come("a")
+    simulation.run()
+    assert simulation.record.ended is RunPhase.COMPLETED
+    assert simulation.course == undisturbed({**DATA_PARALLEL, "num_replicas": 2})
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [2, 3, 4]
+    assert {name for _, names in simulation.verifying() for name in names} == {"a"}
+    assert simulation.status.extra["verification"] == "3 chosen segments verified, 1 not"
+
+
+def failing(simulation: Computing) -> None:
+    """The code of the run's own party raises in the segment that it trains."""
+    simulation.queue = deque()
+    simulation.tell(Report(RUN, f.PartyFailed(party=f.ROOT, reason="the loss is not finite")))
+
+
+def test_a_failure_is_repeated_once_before_it_ends_the_run() -> None:
+    simulation = Computing()
+    simulation.come("abc")
+    simulation.tell(SubmitRun(RUN, verified(), 0.0))
+    for segment in (1, 2):
+        simulation.until(f.SegmentCommitted, segment)
+        failing(simulation)
+        resumed = simulation.facts(f.RunResumed)[-1]
+        assert (resumed.from_segment, resumed.reason) == (segment, "the loss is not finite")
+    simulation.crash()
+    failing(simulation)
+    assert (simulation.record.ended, simulation.record.reason) == (
+        RunPhase.FAILED,
+        "the loss is not finite",
+    )
+    # A user who resumes the run has it repeated again.
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+    failing(simulation)
+    simulation.complete()
+    assert simulation.course == undisturbed(LOCAL)
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)][-2:] == [3, 4]

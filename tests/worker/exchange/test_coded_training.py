@@ -82,6 +82,16 @@ def test_residuals_follow_the_scale_of_the_loss(name: str, monkeypatch: pytest.M
     assert_same_bits(model_of(trainer), dict(expected.state))
 
 
+def test_a_state_with_residuals_is_in_the_order_in_which_those_of_several_members_are_joined() -> (
+    None
+):
+    trainer = trainer_of(compressed(CODECS["ternary"]))
+    train(trainer, 1)
+    names = [*trainer.copy_state()[0]]
+    assert trainer.is_sole_copy
+    assert names == sorted(names)
+
+
 class Recorder(SoloTransport):
     """Notes which buckets were handed over before what."""
 

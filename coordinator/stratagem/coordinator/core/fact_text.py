@@ -77,9 +77,11 @@ def _by(
 
 def _resumed(fact: f.RunResumed) -> str:
     if fact.from_segment is None:
-        return "resumed from the last commit"
+        return _by("resumed from the last commit", fact)
     anew = "; what else its strategy keeps begins again" if fact.by_policy else ""
-    return f"resumed from commit {fact.from_segment} at step {fact.step}{anew}"
+    by = f" by {fact.by}" if fact.by else ""
+    after = f", as it has failed: {fact.reason}" if fact.reason else ""
+    return f"resumed from commit {fact.from_segment} at step {fact.step}{by}{anew}{after}"
 
 
 def _finished(fact: f.SegmentFinished) -> str:
@@ -220,7 +222,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "ClusterSummed": lambda e: f"the cluster as it was: {counted(len(e.workers), 'worker')}",
     "RunSubmitted": lambda e: _by("submitted", e),
     "RunCancelled": lambda e: e.reason,
-    "RunResumed": lambda e: _by(_resumed(e), e),
+    "RunResumed": _resumed,
     "RunFailed": lambda e: f"failed: {e.reason}",
     "RunCompleted": lambda e: f"completed: {e.reason}",
     "StoppedEarly": lambda e: f"completed: {e.reason}",

@@ -72,15 +72,7 @@ def decide(job: JobSpec, value: VerifiedRun, world: World, now_s: float) -> Fact
     for penalty in penalties(value.blame, world.workers, now_s) if value.blame else ():
         return penalty
     if value.return_to is not None:
-        base = value.return_to.base
-        return RunResumed(
-            by="verification",
-            from_segment=base.segment,
-            step=base.step,
-            digest=base.digest,
-            streams=base.streams,
-            average=base.average,
-        )
+        return _return_to(value.return_to.base)
     if fact := _verdict(value, world, now_s):
         return fact
     main = value.main
@@ -91,13 +83,22 @@ def decide(job: JobSpec, value: VerifiedRun, world: World, now_s: float) -> Fact
     moved = nested.decide(value.verifier, _place(job, value, world), now_s)
     if isinstance(moved, MembersFormed):
         return moved.model_copy(update={"reason": _purpose(value.checks[0], moved)})
-    if moved is None:
-        moved = _stuck(value)
-    if moved is not None or not isinstance(fact, RunCompleted):
-        return moved
-    if nested.members([value.verifier]):
+    moved = moved or _stuck(value)
+    return _completed(value, fact) if moved is None else moved
+
+
+def _completed(value: VerifiedRun, fact: Fact | None) -> Fact | None:
+    """Return what follows while the verifier does not move: the completion of the run (fact), if
+    there is one and nobody executes a check, or the end of a check that nobody can execute."""
+    is_idle, has_differed = not nested.members([value.verifier]), bool(value.checks[0].executions)
+    if is_idle and value.checks[1:] and not has_differed:
+        reason = f"nobody can verify segment {value.checks[0].points[0].segment}"
+        return PartyFailed(party=VERIFIER, reason=f"{reason}, and others wait")
+    if not isinstance(fact, RunCompleted):
+        return fact
+    if not is_idle:
         return None  # the run ends after this verification
-    if value.checks[0].executions:
+    if has_differed:
         return _refuted(value.checks[0], Conclusion.OPEN)
     text = _counts(missed(value, *value.checks))
     return fact.model_copy(update={"reason": f"{fact.reason}; {text}"})
@@ -110,6 +111,18 @@ def _stuck(value: VerifiedRun) -> PartyFailed | None:
         return None
     text = f"it does not come to segment {value.checks[0].points[0].segment} as the run did"
     return PartyFailed(party=VERIFIER, reason=f"{text}: their metrics differ")
+
+
+def _return_to(base: Base, reason: str = "") -> RunResumed:
+    return RunResumed(
+        by="verification",
+        from_segment=base.segment,
+        step=base.step,
+        digest=base.digest,
+        streams=base.streams,
+        average=base.average,
+        reason=reason,
+    )
 
 
 def _purpose(check: Check, formed: MembersFormed) -> str:
@@ -285,10 +298,14 @@ def status(_job: JobSpec, value: VerifiedRun, world: World) -> Status:
 
 
 def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
-    """Return the fact that a segment was computed wrongly, if replicas differ after it; None for
-    another failure, or if they differ again without a majority."""
-    if not isinstance(failed, ReplicasDiffer) or value.latest is None:
+    """Return the fact that a segment was computed wrongly, if replicas differ after it; the return
+    to the state before, after another failure: a wrong bit may be its cause. None if the run fails
+    there again, or replicas differ again without a majority."""
+    if value.latest is None:
         return None
+    if not isinstance(failed, ReplicasDiffer):
+        base = value.latest.base
+        return None if base == value.retried else _return_to(base, failed.reason)
     if not failed.minority and value.num_ties:
         return None
     names = (member.worker_id for member in nested.members([value.main]))

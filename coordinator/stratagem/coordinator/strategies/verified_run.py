@@ -73,6 +73,8 @@ class VerifiedRun:
     """The members whose replicas differed from those of the others, until the run has returned."""
     num_ties: int = 0
     """The times in succession that replicas differed without a majority."""
+    retried: Base | None = None
+    """The state from which the run goes on once more after a failure; a second one ends it."""
     is_off: bool = False
     """True once the job has shown that it does not repeat itself."""
     unexplained: Base | None = None
@@ -137,7 +139,8 @@ def transition(job: JobSpec, value: VerifiedRun, fact: Fact, now_s: float) -> Ve
         case RunResumed():
             main = nested.transition(value.main, fact, now_s)
             verifier = nested.transition(value.verifier, fact, now_s)
-            return trusting(replace(value, main=main, verifier=verifier))
+            retried = nested.progress(main).committed if fact.reason else None
+            return trusting(replace(value, main=main, verifier=verifier, retried=retried))
         case _ if nested.is_of(value.verifier, fact):
             return _of_verifier(value, fact, now_s)
         case _:
@@ -206,10 +209,17 @@ def _committed(job: JobSpec, value: VerifiedRun) -> VerifiedRun:
     if value.is_off or before is None or share_of(job.seed, point.segment) >= spec_of(job).sample:
         return value
     last = value.checks[-1] if value.checks else None
-    if last is not None and not last.executions and last.points[-1].base == before.base:
+    if last is not None and _continues(last, before, point):
         longer = replace(last, points=(*last.points, point))
         return _aimed(replace(value, checks=(*value.checks[:-1], longer)))
     return _added(value, Check(replace(before, workers=frozenset()), (point,)))
+
+
+def _continues(check: Check, before: Point, point: Point) -> bool:
+    """Return True if the check may go on to this state: whoever can verify its states so far can
+    verify this one."""
+    last = check.points[-1]
+    return not check.executions and last.base == before.base and last.workers == point.workers
 
 
 def _added(value: VerifiedRun, check: Check) -> VerifiedRun:

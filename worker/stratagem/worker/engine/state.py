@@ -103,6 +103,8 @@ class TrainerState:
             metadata = {**metadata, **numbers}
         if self.compressor is not None:
             tensors = {**(tensors if with_shared else {}), **self.compressor.state()}
+            if self.compressor.keeps_state:  # those of several members are joined in this order
+                tensors = dict(sorted(tensors.items()))
         return state_format.copied(tensors, into), metadata
 
     def _part(

@@ -187,6 +187,8 @@ class RunResumed(Value):
     """The positions in streams of rows at that commit; see effects.Base."""
     average: Digest = Digest("")
     """The averaged parameters at that commit; see effects.Base."""
+    reason: str = ""
+    """The failure after which the run goes on from there."""
 
 
 class RunFailed(Value):

@@ -1,0 +1,60 @@
+"""Runs that are verified while they train, on workers that compute wrongly."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from stratagem.common.numerics.verification import VERIFIER
+from tests.cluster.flipping_worker import Flip
+from tests.cluster.flips import CASES, Bench, bench
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("a run with a wrong bit ends with the right ones, and its author is named"),
+]
+
+
+@pytest.fixture(scope="module")
+def flips(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with bench(tmp_path_factory.mktemp("flips")) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("case", "flip", "conclusions"),
+    [
+        ("Local", Flip("gradient", 5, 17, 3), ("RUN",)),
+        # Its replicas differ; the second time it is quarantined, and a spare worker is a member.
+        ("AllReduce", Flip("parameter", 5, 17, 3, once=False), ("RUN", "RUN")),
+        # The replicas are equal, and only the verifier differs from them.
+        ("AllReduce", Flip("sum", 5, 17, 3), ("RUN",)),
+        ("Pipeline", Flip("moment", 5, 17, 3, once=False), ("RUN",)),
+    ],
+)
+def test_a_wrong_bit_is_found_and_the_run_ends_with_the_right_ones(
+    flips: Bench, case: str, flip: Flip, conclusions: tuple[str, ...]
+) -> None:
+    worker = max(flips.undisturbed(case).workers())
+    attempt = flips.attempt(case, worker, flip)
+    assert (attempt.has_changed, attempt.detected, attempt.repaired) == (True,) * 3, attempt.row
+    assert (attempt.named, attempt.false_accusations) == (True, frozenset()), attempt.row
+    assert attempt.conclusions == conclusions
+    assert attempt.quarantined == frozenset(() if flip.once else {worker})
+
+
+@pytest.mark.parametrize("once", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_a_verifier_that_is_wrong_is_named_and_the_run_goes_on(flips: Bench, once: bool) -> None:
+    (verifier,) = flips.undisturbed("ParameterServer").workers(VERIFIER)
+    attempt = flips.attempt("ParameterServer", verifier, Flip("gradient", 5, 17, 3, once=once))
+    assert (attempt.detected, attempt.repaired, attempt.named) == (True,) * 3, attempt.row
+    assert (attempt.conclusions, attempt.false_accusations) == (("VERIFIER",), frozenset())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_bit_is_found_under_every_strategy(flips: Bench, case: str, once: bool) -> None:
+    worker = max(flips.undisturbed(case).workers())
+    attempt = flips.attempt(case, worker, Flip("parameter", 5, 17, 3, once=once), on="any")
+    assert (attempt.detected, attempt.repaired, attempt.named) == (True,) * 3, attempt.row
+    assert not attempt.false_accusations
