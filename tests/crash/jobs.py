@@ -298,6 +298,7 @@ JOBS: dict[str, Job] = {
     "Turns-population": with_turns(population(data_parallel("AllReduce", 2)))
     | {"search_space": {"turns.d.optimizer.lr": {"low": 0.001, "high": 0.1, "scale": "log"}}},
     "Population": population(data_parallel("AllReduce", 2)),
+    "Verified": crash_job(LOCAL) | {"verification": {"sample": 1.0}},
     "Scheduled": crash_job(ALL_REDUCE) | {"hyperparameter_schedule": SETTINGS},
     # 10 million weights: more than one piece of the spool.
     "FedAvg-large": crash_job(federated(rounds=1), model="wide", width=600_000),

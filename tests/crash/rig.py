@@ -18,6 +18,7 @@ from stratagem.client.course.views import Event, Phase, RunStatus
 from stratagem.client.local import supervisor
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sdk.blocking import Client, RunHandle
+from stratagem.common.numerics.verification import VERIFIER
 from tests.crash.jobs import JOBS, Job
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
@@ -56,6 +57,8 @@ class Outcome:
     metrics: Mapping[tuple[str, int], Mapping[str, float]]
     history: Mapping[str, bytes]
     """The rows of each series that is not observed."""
+    refuted: tuple[int, ...] = ()
+    """The segments of which another execution differed, in order."""
     whole: Mapping[int, str] = field(default_factory=dict, compare=False)
     """Digests of commits that were uploaded later as a whole. A crash adds some: a worker that
     comes back takes its replica over from one."""
@@ -148,18 +151,21 @@ def outcome_of(run: RunHandle) -> Outcome:
     run.result()
     series = run.history(parties="*").items()
     exact = {name: each.columns.to_bytes() for name, each in series if not each.observed}
-    return Outcome(digests, metrics, exact, whole)
+    refuted = tuple(e.payload["segment"] for e in events if e.kind == "SegmentRefuted")
+    return Outcome(digests, metrics, exact, refuted, whole)
 
 
 def committed(
     events: Iterable[Event],
 ) -> tuple[dict[tuple[str, int], str], dict[tuple[str, int], Mapping[str, float]]]:
     """Return the digests of the states of a run and what was measured of them, by party and
-    segment."""
+    segment; not of those that were computed again to verify others."""
     digests: dict[tuple[str, int], str] = {}
     metrics: dict[tuple[str, int], Mapping[str, float]] = {}
     for event in events:
         payload = event.payload
+        if payload.get("party") == VERIFIER:
+            continue
         match event.kind:
             case "ModelBuilt":
                 digests[payload["party"], 0] = payload["digest"]

@@ -12,9 +12,10 @@ import pytest
 from stratagem.client.course.views import Event, Progress
 from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.common.base.errors import StandbyError
+from tests.cluster.jobs import Gates
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import EXIT_FENCED, free_address, hands
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, PARAMETER_SERVER, Job, paced
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, PARAMETER_SERVER, Job, gated, paced
 from tests.crash.pair import Pair
 from tests.crash.rig import await_event, await_step, events_of, outcome_of
 from tests.patience import PATIENCE_S
@@ -103,6 +104,25 @@ def test_clients_and_workers_find_the_next_leader_when_one_is_killed(pair: Pair)
         pair.settle()
         pair.leader.kill()
         assert client.runs()[0].run_id == run.run_id
+
+
+@pytest.mark.sweep
+def test_the_next_leader_goes_on_with_a_check(pair: Pair, gates: Gates) -> None:
+    job = gated(LOCAL, gates.folder)
+    gates.close("w1-batch-3")
+    with Client(pair.both) as client:
+        expected = outcome_of(client.submit(job))
+        run = client.submit({**job, "verification": {"sample": 1.0}})
+        gates.wait_reached("w1-batch-3")
+        pair.leader.kill()
+        assert pair.standby.address == pair.of_standby
+        gates.open()
+        assert outcome_of(run) == expected
+        assert formed(run) == 2, "a worker was given up"
+        verified = [e.payload for e in events_of(run) if e.kind == "SegmentVerified"]
+    assert [(each["segment"], each["workers"]) for each in verified] == [
+        (segment, ["w1"]) for segment in range(1, 7)
+    ]
 
 
 @pytest.mark.sweep

@@ -73,16 +73,18 @@ def each_once(jobs: Sequence[str], hits: Sequence[int]) -> list[tuple[str, int]]
 
 
 def process_of(job: str, failpoint: str, num_passed: int) -> str:
-    """worker-0 builds, evaluates, and is the only one that Local takes; later hits are another's,
-    where others compute too."""
+    """worker-0 builds, evaluates, and is the only one that Local takes, which worker-1 verifies;
+    later hits are another's, where others compute too."""
     if failpoint.startswith("coordinator."):
         return "coordinator"
+    if job == "Verified":
+        return "worker-1"
     return "worker-2" if job in SEVERAL_COMPUTE and num_passed > 0 else "worker-0"
 
 
 KINDS = (
     *("Local", "AllReduce", "ParameterServer", "FedAvg", "Population", "Silos", "Gossip"),
-    *("Pipeline", "DiLoCo-streaming", "Full-mirrors", "Mirrors"),
+    *("Pipeline", "DiLoCo-streaming", "Full-mirrors", "Mirrors", "Verified"),
 )
 """Jobs of a strategy or an exchange of its own: each has a kill within a commit."""
 COMMITS = {

@@ -183,6 +183,23 @@ def gated(folder: str, num_rows: int = 48) -> dict[str, Any]:
     return {"train": Gated(rows_of(num_rows), folder, "batch"), "test": rows_of(23, seed=6)}
 
 
+class Flawed(Gated):
+    """Rows that one machine reads wrongly in their last bits: `<worker>.flawed` in the folder has
+    an `x` for each batch that is wrong, and a dot for each that is right, of those to come."""
+
+    def take(self, indices: Tensor) -> Rows:
+        x, y = super().take(indices)
+        flaws = self.folder / f"{WORKER}.flawed"
+        left = flaws.read_text() if flaws.exists() else ""
+        if left:
+            flaws.write_text(left[1:])
+        return torch.nextafter(x, torch.tensor(torch.inf)) if left[:1] == "x" else x, y
+
+
+def flawed(folder: str, num_rows: int = 48) -> dict[str, Any]:
+    return {**gated(folder), "train": Flawed(rows_of(num_rows), folder, "batch")}
+
+
 class AugmentedRows:
     """A torch `Dataset`: rows one by one, changed at random, which may wait at a gate."""
 
