@@ -326,7 +326,7 @@ def test_a_verifier_that_becomes_a_member_verifies_no_more() -> None:
 def test_the_last_commit_of_a_run_that_stops_early_is_verified_too() -> None:
     """Its workers upload the parts that they have kept, and so does the verifier."""
     stop = {"split": "test", "metrics": ["accuracy"], "best": "accuracy", "mode": "min"}
-    changes = {"evaluation": {**stop, "every": "5 steps", "stop": {"patience": 2}}}
+    changes: dict[str, Any] = {"evaluation": {**stop, "every": "5 steps", "stop": {"patience": 2}}}
     wrong, right = (
         run(verified(KEPT, **changes), *"abcdefg", disturb=disturb)
         for disturb in (always("a", segment=3), nobody)
@@ -369,7 +369,7 @@ def test_what_differed_is_not_forgotten_when_a_later_execution_fails() -> None:
     assert simulation.facts(f.WorkerQuarantined)[0].worker_id == "a"
     assert simulation.course == undisturbed(LOCAL)
     undecided = begun(verified(), *"abcd", disturb=always("a"))
-    while (2, {"c"}) not in undecided.verifying():
+    while (2, frozenset("c")) not in undecided.verifying():
         undecided.step()
     undecided.report(f.PartyFailed(party=VERIFIER, reason="its code raised"))
     assert undecided.fact(f.SegmentRefuted).conclusion is Conclusion.OPEN
@@ -425,5 +425,5 @@ def test_a_worker_that_the_run_alone_has_had_is_spare() -> None:
     simulation.until(f.SegmentVerified, 2)
     simulation.lose("b")
     simulation.complete()
-    assert simulation.verifying()[-1] == (4, {"a"})
+    assert simulation.verifying()[-1] == (4, frozenset("a"))
     assert simulation.record.value.held == frozenset()
