@@ -135,8 +135,8 @@ class RunClaims:
             case "RunResumed" if payload["from_segment"] is not None:
                 step = payload["step"]
                 self._steps = {"": step}  # of what follows, the run may do less than before
-                retained = (place for place in self.by_place if place.party or place.step <= step)
-                self.by_place = {place: self.by_place[place] for place in retained}
+                places = [place for place in self.by_place if place.party or place.step <= step]
+                self.by_place = {place: self.by_place[place] for place in places}
 
     def _places(
         self, kind: str, party: str, payload: Mapping[str, Any]

@@ -182,21 +182,16 @@ def _workers_of(check: Check) -> Iterator[Workers]:
 def _place(job: JobSpec, value: VerifiedRun, world: World) -> World:
     """Return the world that the verifier sees: one worker that may execute the check, if possible
     one that it has or had; nobody if there is none."""
-    for may_execute in _rules(job, value, world):
-        for name in _candidates(value, world):
-            if may_execute(name):
+    present, members = _names(value.verifier), _names(value.main)
+    had = {member.worker_id for member in value.held} - present - members
+    for may_execute in _rules(job, value, world, members):
+        for name in (*sorted(present), *sorted(had)):
+            if may_execute(name) and _can_train(value, world, name):
                 return _only(world, name)
+        for record in eligible(value.verifier.job, world, value.fingerprint):
+            if may_execute(record.member.worker_id):  # the least loaded one
+                return _only(world, record.member.worker_id)
     return World({}, world.load, numerics=world.numerics)
-
-
-def _candidates(value: VerifiedRun, world: World) -> Iterator[WorkerId]:
-    """Yield the workers that can train the job alone: those that the verifier has, then those that
-    it had, then the least loaded."""
-    present = _names(value.verifier)
-    had = {member.worker_id for member in value.held} - present
-    yield from (name for name in (*sorted(present), *sorted(had)) if _can_train(value, world, name))
-    for record in eligible(value.verifier.job, world, value.fingerprint):
-        yield record.member.worker_id
 
 
 def _can_train(value: VerifiedRun, world: World, name: WorkerId) -> bool:
@@ -205,7 +200,9 @@ def _can_train(value: VerifiedRun, world: World, name: WorkerId) -> bool:
     return bool(eligible(value.verifier.job, _only(world, name), value.fingerprint))
 
 
-def _rules(job: JobSpec, value: VerifiedRun, world: World) -> Iterator[Callable[[WorkerId], bool]]:
+def _rules(
+    job: JobSpec, value: VerifiedRun, world: World, members: Workers
+) -> Iterator[Callable[[WorkerId], bool]]:
     """Yield functions that tell whether a worker may execute the check; if the first one allows
     nobody, the next one decides."""
     check = value.checks[0]
@@ -224,7 +221,6 @@ def _rules(job: JobSpec, value: VerifiedRun, world: World) -> Iterator[Callable[
         yield (trainers - first).__contains__
         yield trainers.__contains__
         return
-    members = _names(value.main)
     match spec_of(job).on:
         case "spare":
             yield (
@@ -241,8 +237,8 @@ def _rules(job: JobSpec, value: VerifiedRun, world: World) -> Iterator[Callable[
 
 def _is_busy(value: VerifiedRun, world: World, name: WorkerId) -> bool:
     """Return True if a run other than this one has the worker."""
-    load = world.load.get(name, 0)
-    return load > 1 or (load == 1 and world.workers[name].member not in value.held)
+    load, record = world.load.get(name, 0), world.workers.get(name)
+    return load > 1 or (load == 1 and record is not None and record.member not in value.held)
 
 
 def _probed(value: VerifiedRun, world: World) -> WorkerId | None:
