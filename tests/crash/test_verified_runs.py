@@ -58,6 +58,14 @@ def bench(started: Rig, gates: Gates, parking: Gates, request: pytest.FixtureReq
     return bench
 
 
+@pytest.fixture
+def plain_bench(rig: Rig, gates: Gates) -> Iterator[Bench]:
+    """The three workers of most crash tests, none of which is ever lost."""
+    bench = Bench(rig, gates, gates)
+    yield bench
+    bench.settle()
+
+
 RIGHT = Verdicts([], set(), set(), 0, ALL_COMMITTED)
 QUARANTINED = Verdicts([(1, "RUN")], {TRAINER}, set(), 1, ALL_COMMITTED)
 
@@ -77,8 +85,9 @@ def kinds_of(run: RunHandle) -> list[str]:
 
 
 @pytest.mark.cluster
-def test_a_coordinator_killed_during_a_check_is_not_even_noticed(bench: Bench) -> None:
-    job = bench.job()
+def test_a_coordinator_killed_during_a_check_is_not_even_noticed(plain_bench: Bench) -> None:
+    bench = plain_bench
+    job = bench.verified()
     expected = bench.expected(job)
     bench.gates.close(f"{VERIFIER}-batch-3")
     with bench.rig.running(job) as run:
@@ -92,7 +101,7 @@ def test_a_coordinator_killed_during_a_check_is_not_even_noticed(bench: Bench) -
 @pytest.mark.sweep
 def test_a_coordinator_that_dies_with_a_result_has_it_once(bench: Bench) -> None:
     """Between the first segment that was verified and the second one."""
-    job = bench.job()
+    job = bench.verified()
     expected = bench.expected(job)
     first, second = f"{VERIFIER}-batch-1", f"{VERIFIER}-batch-3"
     bench.gates.close(first, second)
@@ -108,7 +117,7 @@ def test_a_coordinator_that_dies_with_a_result_has_it_once(bench: Bench) -> None
 
 @pytest.mark.sweep
 def test_a_coordinator_killed_before_the_third_execution_knows_the_second(bench: Bench) -> None:
-    job = bench.job()
+    job = bench.verified()
     expected = bench.expected(job)
     bench.flaw(TRAINER)
     bench.gates.close(f"{THIRD}-batch-1")
@@ -119,20 +128,34 @@ def test_a_coordinator_killed_before_the_third_execution_knows_the_second(bench:
         assert bench.check(run, expected) == QUARANTINED
 
 
+@pytest.mark.cluster
+def test_a_verdict_that_is_lost_is_found_again(plain_bench: Bench) -> None:
+    bench = plain_bench
+    job = bench.verified()
+    expected = bench.expected(job)
+    bench.flaw(TRAINER)
+    bench.gates.close(f"{THIRD}-batch-1")
+    with bench.rig.running(job) as run:
+        at_its_end(run)
+        bench.gates.wait_reached(f"{THIRD}-batch-1")
+        # Of the third execution and of a probe, the end and the commit.
+        with bench.rig.armed("coordinator", BEFORE, 3):
+            bench.gates.open()
+        assert bench.check(run, expected) == QUARANTINED
+    assert bench.quarantined() == {TRAINER}
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("failpoint", "flaws"),
-    [
-        pytest.param(BEFORE, ALWAYS, marks=pytest.mark.cluster),
-        pytest.param(AFTER, ALWAYS, marks=pytest.mark.sweep),
-        pytest.param(BEFORE, ONCE, marks=pytest.mark.sweep),
-        pytest.param(AFTER, ONCE, marks=pytest.mark.sweep),
-    ],
+    [(BEFORE, ALWAYS), (AFTER, ALWAYS), (BEFORE, ONCE), (AFTER, ONCE)],
+    ids=["before-always", "after-always", "before-once", "after-once"],
 )
 def test_a_coordinator_that_dies_with_a_verdict_punishes_and_returns_once(
     bench: Bench, failpoint: str, flaws: str
 ) -> None:
     """Penalties, verdict and return are one transaction, which is lost or has all of them."""
-    job = bench.job(data_parallel("AllReduce", 2))
+    job = bench.verified(data_parallel("AllReduce", 2))
     expected = bench.expected(job)
     bench.flaw("worker-0", flaws)
     bench.gates.close("worker-3-batch-1")
@@ -158,7 +181,7 @@ def test_a_coordinator_that_dies_with_a_verdict_punishes_and_returns_once(
 def test_a_coordinator_that_dies_at_each_commit_says_the_same(
     bench: Bench, failpoint: str, flawed: str
 ) -> None:
-    job = bench.job()
+    job = bench.verified()
     expected = bench.expected(job)
     bench.flaw(flawed)
     cluster = bench.rig.cluster
@@ -182,7 +205,7 @@ def test_a_coordinator_that_dies_at_each_commit_says_the_same(
 
 @pytest.mark.parametrize("how", HOW)
 def test_another_worker_goes_on_with_a_check(bench: Bench, how: str) -> None:
-    job = bench.job()
+    job = bench.verified()
     expected = bench.expected(job)
     bench.gates.close(f"{VERIFIER}-batch-3")
     with bench.rig.running(job) as run:
@@ -194,7 +217,7 @@ def test_another_worker_goes_on_with_a_check(bench: Bench, how: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("how", SIGNALS)
 def test_another_worker_decides_who_is_wrong(bench: Bench, how: str) -> None:
-    job = bench.job()
+    job = bench.verified()
     expected = bench.expected(job)
     bench.flaw(TRAINER)
     bench.gates.close(f"{THIRD}-batch-1")
@@ -208,7 +231,7 @@ def test_another_worker_decides_who_is_wrong(bench: Bench, how: str) -> None:
 def test_a_suspect_that_goes_while_it_is_tested_is_the_only_one_blamed(
     bench: Bench, how: str
 ) -> None:
-    job = bench.job()
+    job = bench.verified()
     expected = bench.expected(job)
     bench.flaw(TRAINER)
     bench.gates.close(f"{THIRD}-batch-1")
@@ -228,7 +251,7 @@ def test_a_suspect_that_goes_while_it_is_tested_is_the_only_one_blamed(
 @pytest.mark.sweep
 @pytest.mark.parametrize("is_flawed", [False, True])
 def test_a_member_dies_while_its_segment_is_verified(bench: Bench, is_flawed: bool) -> None:
-    job = bench.job(data_parallel("AllReduce", 2))
+    job = bench.verified(data_parallel("AllReduce", 2))
     expected = bench.expected(job)
     if is_flawed:
         bench.flaw("worker-1")
@@ -244,7 +267,7 @@ def test_a_member_dies_while_its_segment_is_verified(bench: Bench, is_flawed: bo
 
 @pytest.mark.sweep
 def test_a_run_whose_last_verifier_is_lost_ends_with_what_was_verified(bench: Bench) -> None:
-    job = bench.job(data_parallel("AllReduce"))
+    job = bench.verified(data_parallel("AllReduce"))
     expected = bench.expected(job)
     bench.gates.close("worker-4-batch-9")  # it computes all four shards
     with bench.rig.running(job) as run:
@@ -266,7 +289,7 @@ def test_two_runs_find_the_same_worker_wrong_at_once(bench: Bench, tmp_path: Pat
             gates = stack.enter_context(gates_in(folder))
             benches.append(Bench(bench.rig, gates, bench.parking))
         one, two = benches
-        jobs = [each.job(data_parallel("AllReduce", 3), on="any") for each in benches]
+        jobs = [each.verified(data_parallel("AllReduce", 3), on="any") for each in benches]
         expected = bench.expected(jobs[0])
         one.gates.close("worker-0-batch-1")  # so that the other run has it, too
         for each in benches:
@@ -295,7 +318,7 @@ def test_a_run_whose_workers_are_all_quarantined_waits_for_a_release(
     with verified_rig(parking, num_workers=1) as rig:
         request.node.stash[LOGS] = rig.logs
         bench = Bench(rig, gates, parking)
-        job = bench.job(on="members", steps=60)
+        job = bench.verified(on="members", steps=60)
         expected = bench.expected(job)
         # The second time long after the run has returned, and long before it has trained all.
         bench.flaw(TRAINER, f"x{40 * '.'}x")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.client.sdk.blocking import RunHandle
-from tests.cluster.conftest import PARKABLE_WORKER
 from tests.cluster.jobs import Gates
 from tests.crash.jobs import LOCAL, Job, gated
 from tests.crash.rig import Outcome, Rig, cluster_with_failpoints, events_of, outcome_of
 from tests.jobs import user_data
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 TRAINER, VERIFIER, THIRD = "worker-0", "worker-1", "worker-2"
 NUM_WORKERS = 5
@@ -71,7 +71,7 @@ class Bench:
     def folder(self) -> Path:
         return self.gates.folder
 
-    def job(self, strategy: Job = LOCAL, *, on: str = "spare", **sections: Any) -> Job:
+    def verified(self, strategy: Job = LOCAL, *, on: str = "spare", **sections: Any) -> Job:
         data = user_data("flawed", folder=str(self.folder))
         sections = {"data": data, "verification": {"sample": 1.0, "on": on}, **sections}
         return gated(strategy, self.folder, **sections)
@@ -137,7 +137,7 @@ def verified_rig(parking: Gates, num_workers: int = NUM_WORKERS) -> Iterator[Rig
     """A cluster whose workers stay away while the gate of their name is closed."""
     programs = {
         "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
-        "worker": [sys.executable, str(PARKABLE_WORKER)],
+        "worker": [sys.executable, str(ROOT / "tests/cluster/parkable_worker.py")],
     }
     environment = {"TEST_PARKING": str(parking.folder)}
     cluster = cluster_with_failpoints(
