@@ -81,6 +81,7 @@ def test_a_run_that_was_wrong_ends_with_the_states_of_an_undisturbed_one(
     assert (refuted.segment, refuted.conclusion) == (2, Conclusion.RUN)
     assert "a" in refuted.workers[0]
     assert simulation.fact(f.RunResumed).from_segment == 1
+    assert simulation.status.extra["verification"] == "4 chosen segments verified, 1 refuted"
     quarantined = [fact.worker_id for fact in simulation.facts(f.WorkerQuarantined)]
     marked = [fact.worker_id for fact in simulation.facts(f.WorkerMarked)]
     if disturb is always:

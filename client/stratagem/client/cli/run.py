@@ -212,8 +212,7 @@ def watch(
 ) -> None:
     """Print the events of a run as they happen, until it ends.
 
-    Steps of its verification are left out, but not its results; --kind and JSON have all.
-    Ctrl-C only stops printing.
+    Ctrl-C only stops printing. Of a verification the results are printed; --kind and JSON have all.
     """
     with access.client() as client:
         run, kinds, backwards = client.get(run_id), kind or (), newest is not None

@@ -317,6 +317,8 @@ def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
 
 def _counts(value: VerifiedRun) -> str:
     text = f"{counted(value.num_verified, 'chosen segment')} verified"
+    if value.num_refuted:
+        text += f", {value.num_refuted} refuted"
     if value.num_missed:
         text += f", {value.num_missed} not"
     return f"{text}; ended, as the bits do not repeat" if value.is_off else text

@@ -80,6 +80,7 @@ class VerifiedRun:
     unexplained: Base | None = None
     """The newest state that was refuted although all members compute the right one alone."""
     num_verified: int = 0
+    num_refuted: int = 0
     num_missed: int = 0
     """The chosen segments that nobody has verified, or will."""
 
@@ -130,6 +131,8 @@ def transition(job: JobSpec, value: VerifiedRun, fact: Fact, now_s: float) -> Ve
         case SegmentVerified():
             return replace(value, verified=None, num_verified=value.num_verified + 1)
         case SegmentRefuted():
+            is_refuted = fact.conclusion is Conclusion.RUN
+            value = replace(value, num_refuted=value.num_refuted + is_refuted)
             return _after_verdict(value, fact, now_s)
         case RunCancelled() | RunFailed() | RunCompleted():
             main = nested.transition(value.main, fact, now_s)
