@@ -76,6 +76,9 @@ class VerifiedRun:
     """True once the job has shown that it does not repeat itself."""
     unexplained: Point | None = None
     """The newest state that was refuted although no member computes it wrongly alone."""
+    avoided: Workers = frozenset()
+    """Members that were wrong twice when they were together, and never alone: if others can, they
+    train the run."""
     num_verified: int = 0
     num_missed: int = 0
     """The chosen segments that nobody has verified, or will."""
@@ -193,7 +196,7 @@ def _committed(job: JobSpec, value: VerifiedRun) -> VerifiedRun:
     """Return the run after a whole commit, which is added to the checks if the sample has it."""
     before, point = value.latest, _point(value)
     trained = {number: names for number, names in value.trained.items() if number > point.segment}
-    value = replace(value, latest=point, trained=trained)
+    value = replace(value, latest=point, trained=trained, num_ties=0)
     if value.is_off or before is None or share_of(job.seed, point.segment) >= spec_of(job).sample:
         return value
     last = value.checks[-1] if value.checks else None
@@ -285,11 +288,16 @@ def _after_verdict(value: VerifiedRun, fact: SegmentRefuted, now_s: float) -> Ve
     if not fact.digests:  # of replicas that differ; what was committed before is still checked
         blame = Blame(frozenset(), frozenset(fact.marked), now_s, reason_of(fact.segment))
         num_ties = 0 if fact.marked else value.num_ties + 1
+        if num_ties > 1:
+            value = replace(value, avoided=frozenset(fact.workers[0]))
         return replace(value, return_to=value.latest, blame=blame, num_ties=num_ties)
     check, *others = value.checks
     match fact.conclusion:
         case Conclusion.RUN:
-            unexplained = None if fact.quarantined else check.points[0]
+            point, earlier = check.points[0], value.unexplained
+            if not fact.quarantined and earlier is not None and earlier.segment == point.segment:
+                value = replace(value, avoided=point.workers)
+            unexplained = None if fact.quarantined else point
             return replace(value, checks=(), return_to=check.base, unexplained=unexplained)
         case Conclusion.VERIFIER if check.points[1:]:
             rest = Check(check.points[0], check.points[1:])
