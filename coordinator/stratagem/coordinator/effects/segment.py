@@ -23,6 +23,7 @@ from stratagem.common.numerics.shards import assign_shards
 from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json import dump_json
+from stratagem.common.strategy import partitions_state
 from stratagem.coordinator.core.effects import ExchangeMethod, Release, RunSegment
 from stratagem.coordinator.core.facts import (
     ROOT,
@@ -220,7 +221,8 @@ def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float
 async def _report(
     env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
 ) -> None:
-    if differing := _differing(effect, results):
+    strategy = env.runs.job_of(effect.run_id, effect.party).strategy
+    if differing := _differing(effect, results, can_blame=not partitions_state(strategy)):
         await env.runs.report(effect.run_id, differing)
         return
     evaluated = await _evaluated(env, effect, results)
@@ -275,8 +277,14 @@ def _streams(results: list[worker_pb2.TrainResult]) -> str:
     return text if len(text) <= MAX_STREAMS_CHARS else ""
 
 
-def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> ReplicasDiffer | None:
-    """Return the failure of members whose state digests differ; None if all agree."""
+def _differing(
+    effect: RunSegment, results: list[worker_pb2.TrainResult], *, can_blame: bool
+) -> ReplicasDiffer | None:
+    """Return the failure of members whose state digests differ; None if all agree.
+
+    can_blame: those that differ from most are wrong. It is not so where members copy slices of each
+    other, and only who has the mirror of a wrong one differs.
+    """
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
     is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
     # All replicas hold the same, apart from private state, which fingerprints do not cover.
@@ -291,7 +299,7 @@ def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> Rep
             reason=f"the replicas differ after segment {effect.segment}: {names}",
             segment=effect.segment,
             step=effect.to_step,
-            minority=rest if 2 * count > len(part) else (),
+            minority=rest if can_blame and 2 * count > len(part) else (),
         )
     return None
 

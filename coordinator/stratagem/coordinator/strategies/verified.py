@@ -40,6 +40,7 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.placement import eligible
 from stratagem.coordinator.strategies.verdict import (
     Check,
+    Point,
     Workers,
     blame_of,
     penalties,
@@ -76,7 +77,7 @@ def decide(job: JobSpec, value: VerifiedRun, world: World, now_s: float) -> Fact
     if fact := _verdict(value, world, now_s):
         return fact
     main = value.main
-    fact = main.strategy.decide(main.job, main.value, world, now_s)
+    fact = main.strategy.decide(main.job, main.value, _trainers(value, world), now_s)
     is_end = isinstance(fact, RunCompleted)
     if not value.checks or (fact is not None and not is_end):
         return fact
@@ -145,11 +146,21 @@ def _verdict(value: VerifiedRun, world: World, now_s: float) -> Fact | None:
         return None
     blame = blame_of(check, world.workers)
     is_cleared = check.are_cleared and not blame.wrong
-    if conclusion is Conclusion.RUN and is_cleared and value.unexplained == check.points[0].base:
-        return _refuted(check, Conclusion.OPEN)  # and again: so would it be after another return
+    if conclusion is Conclusion.RUN and is_cleared and _is_hopeless(value, world):
+        return _refuted(check, Conclusion.OPEN)
     for penalty in penalties(blame, world.workers, now_s):
         return penalty
     return _refuted(check, conclusion, blame.wrong, blame.marked)
+
+
+def _is_hopeless(value: VerifiedRun, world: World) -> bool:
+    """Return True if the run would be wrong again after another return: it has been, and no other
+    workers can train it, or others have been wrong as well."""
+    base, point = value.checks[0].base, value.checks[0].points[0]
+    if value.unexplained is None or value.unexplained.segment != point.segment:
+        return False
+    main = nested.again(nested.returned(value.main, base.base, base.metrics))
+    return bool(value.avoided) or not _can_form(main, _without(world, point.workers))
 
 
 def _refuted(
@@ -177,6 +188,26 @@ def _workers_of(check: Check) -> Iterator[Workers]:
 
 
 # ---- Places ----
+
+
+def _trainers(value: VerifiedRun, world: World) -> World:
+    """Return the world that the run's own party sees: without the workers that it has to avoid, as
+    long as others can train it."""
+    if not value.avoided:
+        return world
+    others = _without(world, value.avoided)
+    return others if _can_form(value.main, others) else world
+
+
+def _can_form(child: Child, world: World) -> bool:
+    """Return True if the child has, or could have, members in this world."""
+    fact = nested.decide(child, world, 0.0)
+    return bool(fact.members if isinstance(fact, MembersFormed) else nested.members([child]))
+
+
+def _without(world: World, names: Workers) -> World:
+    others = {name: record for name, record in world.workers.items() if name not in names}
+    return World(others, world.load, numerics=world.numerics)
 
 
 def _place(job: JobSpec, value: VerifiedRun, world: World) -> World:
@@ -295,14 +326,14 @@ def status(_job: JobSpec, value: VerifiedRun, world: World) -> Status:
 
 def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
     """Return the fact that a segment was computed wrongly, if replicas differ after it; the return
-    to the state before, after another failure: a wrong bit may be its cause. None if the run fails
-    there again, or replicas differ again without a majority."""
+    to a trusted state, after another failure: a wrong bit may be its cause. None if the run fails
+    again after that, or replicas differ the third time without a majority."""
     if value.latest is None:
         return None
     if not isinstance(failed, ReplicasDiffer):
-        base = value.latest.base
+        base = _trusted(value).base
         return None if base == value.retried else _return_to(base, failed.reason)
-    if not failed.minority and value.num_ties:
+    if not failed.minority and value.num_ties > 1:
         return None
     names = (member.worker_id for member in nested.members([value.main]))
     return SegmentRefuted(
@@ -313,6 +344,12 @@ def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
         workers=(tuple(sorted(names)),),
         marked=tuple(sorted(failed.minority)),
     )
+
+
+def _trusted(value: VerifiedRun) -> Point:
+    """Return the newest commit that no check doubts."""
+    assert value.latest is not None
+    return value.checks[0].base if value.checks else value.latest
 
 
 def _counts(value: VerifiedRun) -> str:
@@ -340,8 +377,9 @@ def _blobs(value: VerifiedRun) -> frozenset[Digest]:
 def _returned(
     _job: JobSpec, value: VerifiedRun, base: Base, metrics: Mapping[str, float]
 ) -> VerifiedRun:
-    if value.return_to is not None and value.return_to.base == base:
-        metrics = value.return_to.metrics
+    trusted = value.return_to or _trusted(value)
+    if trusted.base == base:
+        metrics = trusted.metrics
     checks = tuple(c for c in value.checks if c.points[-1].segment <= base.segment)
     main = nested.returned(value.main, base, metrics)
     return trusting(replace(value, main=main, checks=checks))

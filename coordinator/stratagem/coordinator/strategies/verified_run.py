@@ -79,6 +79,9 @@ class VerifiedRun:
     """True once the job has shown that it does not repeat itself."""
     unexplained: Base | None = None
     """The newest state that was refuted although all members compute the right one alone."""
+    avoided: Workers = frozenset()
+    """Members that were wrong twice when they were together, and never alone: if others can, they
+    train the run."""
     num_verified: int = 0
     num_refuted: int = 0
     num_missed: int = 0
@@ -319,11 +322,16 @@ def _after_verdict(value: VerifiedRun, fact: SegmentRefuted, now_s: float) -> Ve
     if not fact.digests:  # of replicas that differ; what was committed before is still checked
         blame = Blame(frozenset(), frozenset(fact.marked), now_s, reason_of(fact.segment))
         num_ties = 0 if fact.marked else value.num_ties + 1
+        if num_ties > 1:
+            value = replace(value, avoided=frozenset(fact.workers[0]))
         return replace(value, return_to=value.latest, blame=blame, num_ties=num_ties)
     check, *others = value.checks
     match fact.conclusion:
         case Conclusion.RUN:
-            unexplained = check.points[0].base if check.are_cleared else None
+            point, earlier = check.points[0], value.unexplained
+            unexplained = point.base if check.are_cleared else None
+            if unexplained is not None and earlier is not None and earlier.segment == point.segment:
+                value = replace(value, avoided=point.workers)
             return replace(value, checks=(), return_to=check.base, unexplained=unexplained)
         case Conclusion.VERIFIER if check.points[1:]:
             rest = Check(check.points[0], check.points[1:])

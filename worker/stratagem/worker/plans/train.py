@@ -23,6 +23,7 @@ from stratagem.common.base.errors import (
     UserCodeError,
 )
 from stratagem.common.numerics.rules import REFUSES_INFINITE
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Custom, Federated, are_models_apart
 from stratagem.v1 import worker_pb2 as pb
@@ -423,7 +424,7 @@ class StepListener:
 def check_may_end(work: ExecutionContext, activity: str) -> None:
     """Raise UserCodeError if the user's code may not end this training, such as a part of a run."""
     text = ""
-    if work.key.party:
+    if work.key.party not in ("", VERIFIER):
         text = "is not possible in a part of a run, such as a member of a population"
     if isinstance(work.job.strategy, Federated):
         text = (
