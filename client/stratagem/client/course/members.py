@@ -63,8 +63,7 @@ class MembersFolding:
         return tuple(sorted(intervals, key=lambda stay: (stay.began_s, stay.party, stay.rank)))
 
     def fold(self, event: Event) -> None:
-        """Process the next event of the run; workers that only verify it do not count as
-        members."""
+        """Process the next event of the run; workers that only verify it count as no members."""
         match event.kind:
             case _ if is_of_verifier(event):
                 return

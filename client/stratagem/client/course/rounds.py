@@ -172,8 +172,7 @@ class RoundsFolding:
         self._changed: set[int] = set()
         """The indices of rounds in `_rounds` whose `clients` are not up to date."""
         self._num_packed, self._names = 0, SharedWords()
-        """The number of oldest rounds whose clients are only kept packed; words that these
-        share."""
+        """The number of oldest rounds whose clients are only kept packed; words that they share."""
         self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
         """The totals and durations of the packed rounds; whether these are out of date."""
 
@@ -399,8 +398,7 @@ class RoundsFolding:
         )
 
     def _late(self, client: int, accepted: Mapping[str, Any]) -> ClientInRound:
-        """Make the newest round's record for the late update of an earlier round that it
-        accepts."""
+        """Make the newest round's record of an earlier round's late update that it accepts."""
         staleness = accepted.get("staleness", 0)
         earlier = self._place(self._rounds[-1].number - staleness)
         trained = None if earlier is None else self._clients(earlier)[0].get(client)

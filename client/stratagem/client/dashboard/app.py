@@ -1,5 +1,4 @@
-"""Serve the dashboard as an ASGI application, in which every route makes one or two calls of the
-client."""
+"""Serve the dashboard as an ASGI application; each route makes one or two calls of the client."""
 
 import asyncio
 import time
@@ -177,8 +176,7 @@ class Page:
         return Response(text, media_type="application/json")
 
     async def compare(self, request: Request) -> Response:
-        """Return pictures with the curves of several runs in common, and the differences of their
-        jobs."""
+        """Return pictures with curves of several runs, and the differences between their jobs."""
         ids = list(dict.fromkeys(request.query_params.get("runs", "").split(",")))
         check_compared(ids)
         view = _view(request)

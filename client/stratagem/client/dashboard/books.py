@@ -103,8 +103,8 @@ class RunBook:
         return is_same and drawing.history is run.history
 
     async def shown(self, patience_s: float | None = None, view: CurveView = WHOLE) -> ReportedRun:
-        """Return the run for use at once, as it will change; after patience_s, lacking unread
-        events."""
+        """Return the run as it is, to use at once; after patience_s, without events not read
+        yet."""
         async with self._asking:
             return await self._with_view(await self._read_on(patience_s), view)
 
@@ -198,7 +198,7 @@ class RunBooks:
         self._books: OrderedDict[str, RunBook] = OrderedDict()
 
     def watch(self, run_id: str) -> RunWatch:
-        """Return the watch of a run, which need not exist. Raises InvalidInputError for an invalid
+        """Return the watch of a run, existing or not. Raises InvalidInputError for an invalid
         id."""
         return self._book(run_id).watch
 
@@ -211,15 +211,14 @@ class RunBooks:
         return await self._of(run_id, lambda book: book.drawing(width, draw, view))
 
     async def complete_drawing(self, run_id: str, width: int, draw: Draw) -> str:
-        """Return a drawing of a run with all its events. Raises NotFoundError for an unknown
-        run."""
+        """Return a run's drawing with all its events. Raises NotFoundError for an unknown run."""
         return await self._of(run_id, lambda book: book.complete_drawing(width, draw))
 
     async def partial_runs(
         self, run_ids: Iterable[str], view: CurveView = WHOLE
     ) -> list[ReportedRun]:
-        """Return runs with the events that can be read in time. Raises NotFoundError for a missing
-        run."""
+        """Return runs with the events read in time. Raises NotFoundError if a run does not
+        exist."""
         asked = (self._of(run_id, lambda book: book.shown(PATIENCE_S, view)) for run_id in run_ids)
         return list(await asyncio.gather(*asked))
 

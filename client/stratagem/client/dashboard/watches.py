@@ -39,14 +39,12 @@ class CoordinatorHealth:
     """The coordinator's state as the page's banner shows it."""
 
     state: str = "connecting"
-    """One of live, away, standby, denied, version, connecting, or broken (the page itself has
-    failed)."""
+    """One of live, away, standby, denied, version, connecting, or broken (the page has failed)."""
     why: str = ""
 
 
 class CoordinatorWatch:
-    """A task that regularly checks whether the coordinator answers, and notifies tabs of
-    changes."""
+    """A task that keeps checking whether the coordinator answers, and tells tabs of changes."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
@@ -129,8 +127,7 @@ class RunWatch:
         self.next = 0
         """The index of the next expected event."""
         self.progress, self.num_progress = b"", 0
-        """The latest progress message, empty if none applies now, and the number of messages so
-        far."""
+        """The latest progress message, empty if none applies now; the number of messages so far."""
         self.ended_at = -1
         """The index after the run's last event; -1 while the run has not ended."""
         self.gone = b""

@@ -169,7 +169,7 @@ class ProcessSupervisor:
         self._thread.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every process is ready. Raises an error that quotes the log if one fails to
+        """Wait until every process is ready. Raises an error, quoting the log, if one cannot
         start."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:

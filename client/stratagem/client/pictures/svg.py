@@ -1,5 +1,5 @@
-"""Write SVG elements with escaped text, fixed decimals and named colours, and define the class of a
-finished picture."""
+"""Write SVG elements with escaped text, fixed decimals and named colours; define finished
+pictures."""
 
 import base64
 import html

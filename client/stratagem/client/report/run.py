@@ -67,7 +67,7 @@ class PartyCourse:
         """The workers of the newest non-empty membership."""
         self.engine = ""
         self.num_segments = 0
-        """The number of finished segments; for a silo, a party inside a federation, over all
+        """The number of finished segments; for a silo (a client that is a party), over all
         rounds."""
         self.failure = ""
         """The reason for the party's failure, as a sentence; empty if it has not failed."""

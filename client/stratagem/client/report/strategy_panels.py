@@ -294,8 +294,7 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
 def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
-    """Yield the panel with this series of each node or replica. named: the panel's name and
-    title."""
+    """Yield the panel with this series of each node or replica. named: the panel's name, title."""
     parts = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in parts if len(series.step)]
     if not lines:
@@ -334,8 +333,7 @@ _TAKES: Final = {
 
 
 def measured_tasks(measured: MeasuredStep) -> tuple[list[str], list[Task]]:
-    """Return the names of the lanes of a measured step, and the work and waiting in them, in
-    seconds."""
+    """Return the names of a measured step's lanes, and the work and waiting in them, in seconds."""
     places = {stage: lane for lane, its in enumerate(measured.lanes.values()) for stage in its}
     tasks: list[Task] = []
     for stage, actions in measured.actions.items():
