@@ -1,6 +1,6 @@
 """The program `stratagem`: a package of its own, so nothing is imported before Ctrl-C is handled.
 
-All other imports take half a second. Those of a local cluster take longer, and are begun earlier.
+All other imports take half a second; those of a local cluster take longer, and are begun first.
 """
 
 import gc

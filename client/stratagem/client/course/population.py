@@ -35,7 +35,7 @@ class MemberInGeneration:
 
     member: int
     now: Ancestor
-    """The element of the lineage of this member in this generation."""
+    """The element of the member's lineage that stands for this generation."""
     score: float | None = None
     """The member's score at the end of the generation; None if not yet known, or if it failed."""
     is_scored: bool = False
@@ -248,7 +248,7 @@ class PopulationFolding:
 
 
 def _strategy_of(job: Mapping[str, Any], party: str) -> Mapping[str, Any]:
-    """Return the strategy options of a party, as far as the job specifies them."""
+    """Return the strategy of a party as plain values, as far as the job specifies one."""
     strategy = job.get("strategy") or {}
     for _ in filter(None, party.split("/")):
         strategy = (strategy.get("options") or {}).get("inner") or {}

@@ -107,7 +107,7 @@ class Round:
     loss: float = math.nan
     """The sample-weighted mean loss of the updates that count."""
     told_loss: float | None = None
-    """The loss that the coordinator reported; None in an open round, or by an old coordinator."""
+    """The loss that the coordinator reported; None if the round is open or the coordinator old."""
     reason: str = ""
     """The reason why the round closed, as a sentence."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Round:
 
     @property
     def num_selected(self) -> int:
-        """Return the number of clients selected for it, without those of late updates in it."""
+        """Return the number of clients selected for this round, without those of late updates."""
         if isinstance(self.clients, PackedClients):
             return self.clients.num_selected
         return sum(not client.staleness for client in self.clients)

@@ -103,8 +103,7 @@ class RunBook:
         return is_same and drawing.history is run.history
 
     async def shown(self, patience_s: float | None = None, view: CurveView = WHOLE) -> ReportedRun:
-        """Return the run as it is, to use at once; after patience_s, without events not read
-        yet."""
+        """Return the run, for immediate use; after patience_s, even with some events unread."""
         async with self._asking:
             return await self._with_view(await self._read_on(patience_s), view)
 

@@ -65,7 +65,7 @@ class PodShape:
     """The name of the secret that holds ca.crt, pool-POOL.crt and pool-POOL.key."""
     pool: str | None
     metrics: bool
-    """Each worker serves metrics for Prometheus."""
+    """Let each worker serve metrics for Prometheus."""
     node_labels: tuple[str, ...] = ()
     """The labels that nodes must have, as KEY=VALUE."""
     job_name: str | None = None

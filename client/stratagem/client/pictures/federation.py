@@ -47,7 +47,7 @@ STATES = {
     "excused": ("muted", "–", "1 3"),
     "": ("grid", "", None),
 }
-"""For each client state, the colour, sign and dash pattern in the grid; "": not yet in a round."""
+"""The colour, sign and dash pattern of each client state in the grid; "": not yet in a round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from stratagem.client.pictures.svg import (
 
 LANE_HEIGHT = 24
 MAX_LANES_HEIGHT = 720
-"""The largest height of all lanes in pixels: more than 30 lanes are drawn lower than usual."""
+"""The largest height of all lanes in pixels; with more than 30 lanes, each becomes lower."""
 MIN_LANE_HEIGHT = 2.0
 MAX_ROWS = 1000
 """The largest number of lanes in a picture; if there are more, several are merged into one."""

@@ -29,7 +29,7 @@ _INSTANTS: Final = {
     "SegmentVerified": ("verification", "verified"),
     "SegmentRefuted": ("verification", "refuted"),
 }
-"""For each kind of event without duration, its lane and its text on the time line."""
+"""The lane and the text on the time line for each kind of event without duration."""
 
 
 COORDINATOR: Final = "coordinator"
@@ -127,7 +127,7 @@ _RESULTS: Final[Mapping[str, str]] = {
     Conclusion.RUN: "refuted",
     Conclusion.VERIFIER: "verifier wrong",
 }
-"""The result of a refuted segment by the conclusion; any other conclusion ends the verification."""
+"""The result of a refuted segment, keyed by conclusion; other conclusions end the verification."""
 
 
 class ChecksFolding:

@@ -296,7 +296,7 @@ class RunResult:
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Return the hyperparameters of the population member that trained it; else empty."""
+        """Return the hyperparameters of the population member whose state this is; else empty."""
         commit = self.status.commit()
         return commit.hyperparameters if commit else {}
 

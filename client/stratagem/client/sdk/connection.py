@@ -71,8 +71,8 @@ class SharedOutage:
     is_reported: bool = False
     """The outage has been logged, and no call has been answered since."""
     refused: Counter[str] = field(default_factory=Counter)
-    """The number of calls that are being refused, keyed by reason; the first of them has logged it.
-    A refusal does not end when other calls are answered."""
+    """The number of calls that are being refused, keyed by reason; the first of them has logged the
+    reason. A refusal does not end when other calls are answered."""
     num_answers: int = 0
     """The number of answers to any call so far."""
 

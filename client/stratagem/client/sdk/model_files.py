@@ -37,7 +37,7 @@ def shards_of(tensors: Sequence[TensorSpec], shard_bytes: int | None) -> Shards:
     """Divide tensors, in order, among files of at most shard_bytes of data each; None: one file.
 
     No tensor is split: a larger one has a file of its own. Raises InvalidInputError if there would
-    be more files than five-digit numbers.
+    be more than 99,999 files.
     """
     shards: list[list[TensorSpec]] = []
     room = 0

@@ -196,7 +196,7 @@ def _ends_with_all(schedule: ScheduleSpec) -> str:
 
 
 def _optimizers_of_groups(job: JobSpec) -> list[object]:
-    """Return (parameters, optimizer) for each parameter group with an optimizer of its own."""
+    """Return (rules for its parameters, optimizer) for each group with an optimizer of its own."""
     return [
         (group.match, group.max_dims, group.optimizer.label)
         for optimizer in job.optimizers().values()
@@ -256,8 +256,8 @@ def _changed(
 
 
 def _violation(path: str) -> Violation | None:
-    """Return the violation by a changed field, or None if it may change; of several rules for parts
-    of its path, the longest decides."""
+    """Return the error about a changed field, or None if it may change; the rule with the longest
+    matching path decides."""
     parts = path.split(".")
     for prefix in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
         if prefix in MAY_CHANGE:

@@ -144,7 +144,7 @@ class AsyncRun:
         return course_clients(await self.events(), party)
 
     async def members(self) -> tuple[MemberInterval, ...]:
-        """Return when each worker was a member of the run, and why it left."""
+        """Return the times in which each worker was a member of the run, and why it left."""
         return course_members(await self.events())
 
     async def population(self) -> Population:

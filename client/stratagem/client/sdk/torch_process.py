@@ -339,8 +339,8 @@ def recommend(
 def resolve_parallelism(
     job: JobSpec, workers: Sequence[Worker], import_path: Sequence[Path] = ()
 ) -> tuple[JobSpec, str]:
-    """Return the job with the strategy that its `execution.parallelism` makes the best for these
-    workers, and the reason for the choice."""
+    """Return the job with the strategy to which its `execution.parallelism` leads on these workers,
+    and the reason for the choice."""
     match job.execution.parallelism:
         case "None":
             return job, ""

@@ -51,6 +51,6 @@ def pack_tensors(named: Mapping[str, Any]) -> tuple[Manifest, list[memoryview]]:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Convert an array to a tensor by its type's name, as torch converts not all types itself."""
+    """Convert an array to a tensor by its type's name, as torch.from_numpy lacks some types."""
     flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
     return flat.view(torch_dtype(array.dtype.name)).reshape(array.shape)

@@ -47,7 +47,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 OnClaim = Callable[[Claim, Claim], None]
 """A function that is given each compared claim of the run, and the second execution's claim."""
 MIN_RETENTION: Final = 4
-"""The least number of commits that a verifying run keeps, as it stops late after a difference."""
+"""The least number of commits that a verifying run keeps: it stops some after a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +255,11 @@ async def verify(
     sample: float | None = None,
     on_claim: OnClaim = lambda _run, _again: None,
 ) -> Verification:
-    """Compute claims of a run that has ended again, all unless segments or a sample are named.
+    """Compute the claims of an ended run again: all of them, those of some segments, or of a
+    sample.
 
-    Raises WrongStateError for a run that has not ended or claims nothing, and InvalidInputError
-    for segments that it has not committed.
+    Raises WrongStateError for a run that has not ended or claims nothing, and InvalidInputError for
+    segments that it has not committed.
     """
     run = await runs.get(run_id)
     status = await run.status()

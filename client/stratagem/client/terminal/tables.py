@@ -276,7 +276,7 @@ def _submitted_text(status: RunStatus) -> str:
 
 
 def _engine_text(status: RunStatus) -> str:
-    """Format the engine that exchanges tensors and, if there are workers, the encryption of it."""
+    """Format the engine that exchanges tensors and, while there are workers, its encryption."""
     plane = f"data plane {status.data_plane}" if status.data_plane else ""
     return ", ".join(word for word in (status.engine, plane) if word)
 
