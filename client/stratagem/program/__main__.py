@@ -1,7 +1,6 @@
-"""The program `stratagem`: a package of its own, for it imports nothing before it hears Ctrl-C.
+"""The program `stratagem`: a package of its own, so nothing is imported before Ctrl-C is handled.
 
-All the rest takes half a second to import. What a local cluster imports takes longer, and is begun
-before that.
+All other imports take half a second; those of a local cluster take longer, and are begun first.
 """
 
 import gc
@@ -14,7 +13,7 @@ from typing import Final
 INTERRUPTED: Final = 128 + signal.SIGINT
 
 FOLLOWING: Final = (["run"], ["resume"], ["attach"])
-"""Commands that show something as it happens: the first sign of them comes before the imports."""
+"""Commands that show something as it happens; they print a first text before the imports."""
 STARTING: Final = (["run"], ["resume"])
 """Commands that start a cluster where `--local` is given."""
 ERASED: Final = "\r\x1b[K"
@@ -23,8 +22,9 @@ ERASED: Final = "\r\x1b[K"
 def main() -> None:
     """Run a command; SIGINT, as Ctrl-C sends it, ends it without a traceback at any time.
 
-    A shell without job control has what it starts with `&` begin with SIGINT ignored, and children
-    inherit that: a cluster in a script would hear neither Ctrl-C nor `kill -INT`.
+    A shell without job control starts commands with `&` with SIGINT ignored, and their children
+    inherit that: without a handler, a cluster in a script would hear neither Ctrl-C nor `kill
+    -INT`.
     """
     signal.signal(signal.SIGINT, _end)
     is_awaited = sys.argv[1:2] in FOLLOWING and sys.stdout.isatty()
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _starts_cluster(words: list[str]) -> bool:
-    """Return whether a command starts processes on this machine, if it is valid."""
+    """Return whether a command, provided that it is valid, starts processes on this machine."""
     is_local = any(word == "--local" or word.startswith("--local=") for word in words)
     is_question = any(word in ("--help", "-h") for word in words)
     return not is_question and (words[:1] == ["up"] or (words[:1] in STARTING and is_local))

@@ -154,7 +154,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
 
 
 def workers_of(coordinator: str | None, proof: Proof) -> tuple[Worker, ...] | None:
-    """Return the workers of a coordinator; None if no coordinator is given."""
+    """Return the registered workers of a coordinator; None if no coordinator is named."""
     if coordinator is None:
         return None
     with Access(coordinator, proof).client() as client:
@@ -218,7 +218,7 @@ MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
 
 
 def _forms(incomplete: str) -> list[str]:
-    """Return completions for FORM:TARGET of an export."""
+    """Return the completions of FORM:TARGET, the option of an export, for an incomplete word."""
     forms = [f"{name}:" for name in MODEL_FORMS]
     return [*(form for form in forms if form.startswith(incomplete)), *sink_forms(incomplete)]
 

@@ -126,13 +126,13 @@ class _Request:
     access: Access
 
     def launch_here(self) -> WorkerLaunch:
-        """Return the launch for nodes with this Python and the user's folders at the same paths."""
+        """Describe workers for nodes with this Python, and the user's folders at the same paths."""
         check_addresses("--coordinator", self.access.coordinator)
         folders = tuple(str(folder.resolve()) for folder in import_folders(self.job_path))
         return self.launch(self.access.coordinator, sys.executable, folders)
 
     def launch(self, coordinator: str, python: str, folders: tuple[str, ...]) -> WorkerLaunch:
-        """Return the description of the workers to start; see launch_of."""
+        """Return the description of the workers to start, as `launch_of` makes it."""
         of_each = (self.num_workers, python, folders, self.worker_options)
         return launch_of(self.job, self.run_id, coordinator, *of_each)
 
@@ -147,7 +147,7 @@ class _Request:
         only_print: bool,
     ) -> None:
         """Submit the run here, and the file with its workers to the engine; or only print the file.
-        submit: passes the file to the engine, and returns the name of the engine's job."""
+        submit: hands the file to the engine, and returns the name of the engine's job."""
         hosts = [split_address(host_port)[0] for host_port in split_addresses(launch.coordinator)]
         if any(map(is_loopback, hosts)):
             complain(f"only this machine can reach {launch.coordinator}; workers elsewhere cannot")

@@ -290,7 +290,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
 
 
 def _resume_run(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
-    """Resume the run; return its handle and the index of its next event."""
+    """Resume the run; return its handle and the index of the event that comes next."""
     handle = client.get(run_id)
     before = handle.status()
     # If its cluster was killed while it ran, it continues by itself.
@@ -305,7 +305,7 @@ def _resume_run(client: Client, run_id: str, segment: int | None) -> tuple[RunHa
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """A run that a command follows and displays until it ends, with report and sinks."""
+    """A run that a command follows and displays until it ends, with an HTML report and sinks."""
 
     handle: RunHandle
     view: View
@@ -321,12 +321,12 @@ class _Following:
     """The number of threads per worker, if this command started the workers."""
 
     def say_why(self) -> None:
-        """Print the note about the submission, such as the choice of strategy, if there is one."""
+        """Print the remarks on the submission, such as why the strategy was chosen, if any."""
         if self.handle.note:
             complain(self.handle.note)
 
     def to_the_end(self) -> None:
-        """Display the run until it ends, then its result; raise what result() raises."""
+        """Display the run until it ends, then its result. Raises what RunHandle.result() raises."""
         handle, console, form = self.handle, make_console(), self.view.form
         self.say_why()
         display = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.first_event)

@@ -233,8 +233,7 @@ WORKER_SETTINGS: Final = "--worker-settings"
 
 
 class DoctorCommand(TyperCommand):
-    """A command that passes everything after `--worker-settings` on unparsed, since these are a
-    worker's options."""
+    """A command that leaves the words after `--worker-settings` unparsed: options of a worker."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if WORKER_SETTINGS in args:
@@ -283,8 +282,8 @@ def doctor(
 
 
 def _of_worker(options: Sequence[str]) -> list[Finding]:
-    """Return a worker's findings about its own settings, made by a process that loads torch and the
-    user's modules."""
+    """Return findings about a worker with these settings, made by a process that loads torch and
+    the user's modules."""
     if importlib.util.find_spec("torch") is None:
         advice = "pip install 'stratagem[worker]', or run this where the worker runs"
         return [Finding("torch", "worker", Level.FAIL, "is not installed here", advice)]

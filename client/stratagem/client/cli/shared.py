@@ -1,4 +1,4 @@
-"""Define shared options of commands, the end of a command, and the display of a run."""
+"""Define options that commands share, the exit of a command, and the display of a run."""
 
 import inspect
 import logging
@@ -142,7 +142,7 @@ LogToOption = Annotated[
 
 
 def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str, ...]]:
-    """Return the tag arguments of each local worker, from TAG (for all) and WORKER=TAG."""
+    """Return each local worker's tag arguments. tags: texts TAG, for all workers, or WORKER=TAG."""
     names = local_names(num_workers)
     tags_by_worker: dict[str, list[str]] = {name: [] for name in names}
     for pair in tags:
@@ -163,15 +163,15 @@ def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """A marker for a command's parameter that a function makes: the function's own parameters
-    become options of the command in its place."""
+    """A marker for a parameter of a command whose value another function makes: the parameters of
+    that function become options of the command instead."""
 
     make: Callable[..., Any]
 
 
 def as_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a function as a typer command: parameters marked MadeBy become their options, and errors
-    become lines on stderr and an exit code."""
+    """Wrap a function as a typer command. The parameters of functions marked MadeBy become its
+    options, and an error becomes lines on stderr and an exit code."""
 
     def call(**given: Any) -> None:
         with reporting():
@@ -193,7 +193,7 @@ def _options(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 def _call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a command's function with the given options and the values made from them."""
+    """Call a function with the options in `given` and the values that its MadeBy options make."""
     return function(
         **{
             parameter.name: given[parameter.name] if make is None else _call(make, given)
@@ -256,13 +256,13 @@ ProofOptions = Annotated[Proof, MadeBy(_proof)]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The address of a coordinator, and the proof of identity to show to it."""
+    """The address of a coordinator, and the caller's proof of identity: certificates or a token."""
 
     coordinator: CoordinatorOption = DEFAULT_ADDRESS
     proof: ProofOptions = PLAINTEXT
 
     def client(self) -> Client:
-        """Return a client of the coordinator."""
+        """Return a blocking client of the coordinator."""
         return Client(self.coordinator, tls=self.proof.tls, token_file=self.proof.token_file)
 
 
@@ -277,7 +277,7 @@ AccessOptions = Annotated[Access, MadeBy(Access)]
 # 130 for an interrupt. A failure that the user can correct is shown without a traceback.
 
 UNLIMITED_WIDTH: Final = sys.maxsize
-"""The console width for files and pipes: lines are not folded, so that paths can be copied."""
+"""The console width for files and pipes: no line is folded, so that paths can be copied."""
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
@@ -289,8 +289,7 @@ NO_COORDINATOR_HINT: Final = (
 
 
 class PlainConsole(Console):
-    """A console that escapes control characters in text, so that only this program moves the
-    cursor."""
+    """A console that escapes control characters in texts: only this program moves the cursor."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -314,7 +313,7 @@ class PlainConsole(Console):
 
 
 def make_console() -> Console:
-    """Return the console for results; it fits tables to the width of a terminal only."""
+    """Return the console for results; tables are fitted to its width only if it is a terminal."""
     console = PlainConsole(highlight=False)
     return console if console.is_terminal else PlainConsole(highlight=False, width=UNLIMITED_WIDTH)
 
@@ -324,8 +323,8 @@ def complain(text: str) -> None:
 
 
 def complain_of_warnings() -> None:
-    """Print warnings of the SDK on stderr, because stdout, where structlog would print, is for
-    results. Only for a process that runs the command line."""
+    """Print the SDK's warnings on stderr, because stdout, to which structlog prints by default, is
+    for results. Call it only in a process that runs the command line."""
     # Ctrl-C may come between making a coroutine and starting it, which is not a fault.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     structlog.configure(
@@ -411,7 +410,7 @@ QuietOption = Annotated[
 
 
 class Detail(Enum):
-    """The amount of output about a run that is followed."""
+    """The amount of output about a run that a command follows."""
 
     END = auto()
     MILESTONES = auto()
@@ -419,7 +418,8 @@ class Detail(Enum):
 
     @classmethod
     def of(cls, *, verbose: VerboseOption = False, quiet: QuietOption = False) -> "Detail":
-        """Return the detail that the options ask for. Raises InvalidInputError for both options."""
+        """Return the amount that --verbose or --quiet asks for; with both, raise
+        InvalidInputError."""
         if verbose and quiet:
             raise InvalidInputError.at("--quiet", "is the opposite of --verbose; give one of them")
         return cls.EVENTS if verbose else cls.END if quiet else cls.MILESTONES
@@ -430,15 +430,15 @@ DetailOptions = Annotated[Detail, MadeBy(Detail.of)]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The format and the detail of a command's output."""
+    """The format and the amount of a command's output."""
 
     form: Format
     detail: Detail
 
     @contextmanager
     def doing(self, text: str, *, stays: bool = False) -> Iterator[None]:
-        """Context manager that shows a text on a terminal while its block runs. stays: leave it
-        there, and print it also without a terminal."""
+        """Context manager that shows a text on a terminal while its block runs. stays: print the
+        text as an ordinary line instead, also without a terminal."""
         console = make_console()
         is_said = self.form is Format.TEXT and self.detail is not Detail.END
         if is_said and stays:
@@ -450,7 +450,7 @@ class View:
 
 @dataclass(slots=True)
 class RunDisplay:
-    """The display of one followed run, updated item by item."""
+    """The display of one followed run, updated by each event and progress message ("item")."""
 
     run: FollowedRun
     detail: Detail = Detail.MILESTONES
@@ -487,7 +487,7 @@ class RunDisplay:
             self._due_s = self.clock() + PLAIN_INTERVAL_S
 
     def fold(self, item: Event | Progress) -> Milestone | None:
-        """Update the state by an item; return its milestone line, or None if it is worth none."""
+        """Update the state by an item; return the line to print for it, or None to print none."""
         before = self.run.phase
         self.run.update(item)
         is_known = self._next < self.first_event

@@ -35,9 +35,9 @@ from stratagem.common.base.text import counted
 from stratagem.common.numerics.verification import Conclusion
 
 DIFFERS, INCOMPLETE = 4, 3
-"""Exit codes: a claim differs; some could not be verified."""
+"""Exit codes: a claim (digest) of the run differs; some claims could not be verified."""
 MOST_SEGMENTS = 1_000_000
-"""The most segments that one range may name; a larger range is a mistake."""
+"""The largest number of segments in one range; a larger range is taken for a mistake."""
 SENTENCES: Mapping[Conclusion, str] = {
     Conclusion.RUN: "the run was wrong: two other executions agree with each other, "
     "and not with it",
@@ -131,7 +131,7 @@ def _compared(run: Claim, again: Claim) -> str:
 
 
 def read_segments(text: str) -> set[int]:
-    """Return the numbers that a text such as "3,7:9" names."""
+    """Return the segment numbers that a text such as "3,7:9" names."""
     segments: set[int] = set()
     for part in text.split(","):
         first, colon, last = (bound.strip() for bound in part.partition(":"))
@@ -146,7 +146,7 @@ def read_segments(text: str) -> set[int]:
 
 
 def describe(result: Verification, seconds: float) -> Iterator[str]:
-    """Yield the lines that tell the result of a verification."""
+    """Yield the lines that explain the result of a verification to the user."""
     for reason in dict.fromkeys(result.unverified.values()):
         places = [place for place, why in result.unverified.items() if why == reason]
         yield f"not verified: {_some(places)}: {reason}"
@@ -166,7 +166,7 @@ def describe(result: Verification, seconds: float) -> Iterator[str]:
 
 
 def _suspects(difference: Difference, conclusion: Conclusion) -> str:
-    """Say which workers to suspect, and what else looks the same."""
+    """Return a sentence on which workers to suspect, and which other causes would look the same."""
     run, again = difference.claim, difference.again
     text = f"suspect {_by(run if conclusion is Conclusion.RUN else again)}"
     if set(run.workers) & set(again.workers):
@@ -197,7 +197,7 @@ def _by(claim: Claim) -> str:
 
 
 def as_json(result: Verification) -> dict[str, Any]:
-    """Return a verification as plain JSON values."""
+    """Return the result of a verification as plain JSON values."""
     difference = result.difference
     return {
         "run": result.run_id,
@@ -261,7 +261,7 @@ def compare(
 
 
 def different_bits(run: RunClaims, other: RunClaims, names: tuple[str, str]) -> Iterator[str]:
-    """Yield the lines that tell how the claims of two runs differ."""
+    """Yield the lines that explain which states and updates of two runs have other digests."""
     for name, mine, theirs in zip(names, (run, other), (other, run), strict=True):
         if alone := [place for place in mine.by_place if place not in theirs.by_place]:
             yield f"only in {name}: {_some(alone)}"

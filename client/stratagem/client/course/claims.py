@@ -1,8 +1,8 @@
-"""Derive what the facts of a run claim: the digest of each state and of each client's update.
+"""Derive the claims of a run from its facts: the digest of each state and of each client's update.
 
-Two executions of one job make the same claims in bits, whichever workers compute them. A claim
-that timing or a machine's failure has decided cannot be checked by computing it again, and neither
-can those that follow it.
+Two executions of one job make bit-identical claims, whichever workers compute them. A claim that
+timing or a machine's failure has influenced cannot be checked by computing it again, and neither
+can the claims after it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,32 +13,32 @@ from stratagem.client.course.views import Event
 from stratagem.common.numerics.verification import VERIFIER
 
 Input = tuple[str, str]
-"""An input of a run: its kind, and the party or client that computes from it."""
+"""The key of an input of a run: the kind, and the party or client that the input belongs to."""
 RULES, NUM_ROWS, ROWS, ROSTER = "numerics rules", "number of rows", "rows", "roster"
 NUM_SAMPLES = "number of samples"
-"""The kinds of inputs."""
+"""The last of the kinds of inputs, which are named above."""
 OF_MACHINES: Final = frozenset(
     {"memory", "crashed", "timeout", "keys_lost", "absent", "outside_window"}
 )
-"""Causes of failures that come from a machine, and that another run of the job may not meet."""
+"""Causes of failures that lie in a machine, so another run of the job may not meet them."""
 
 
 class ClaimPlace(NamedTuple):
-    """What a claim is about: a state after some steps, or a client's update of a round."""
+    """The subject of a claim: a party's state after some steps, or a client's update of a round."""
 
     party: str
     step: int
-    """The number of steps of the party; in a federation, of rounds."""
+    """The number of steps that the party has done; in a federation, of rounds."""
     client: int | None = None
-    """The client whose update it is; None for a state."""
+    """The number of the client that sent the update; None if the claim is about a state."""
     after: int = 0
-    """The step of the parent party's newest state, as a client's steps begin anew in each round."""
+    """The step of the parent party's newest state; in each of its rounds, steps begin anew."""
     kind: str = "state"
-    """For a state: "state", its "average" or its "predictions"."""
+    """The kind of state: "state", the "average" of its parameters, or its "predictions"."""
 
     @property
     def is_root_state(self) -> bool:
-        """Return whether this is a state of the whole run, one of its commits."""
+        """Return whether the claim is about a state of the whole run, one of its commits."""
         return not self.party and self.client is None and self.kind == "state"
 
     def __str__(self) -> str:
@@ -53,42 +53,42 @@ class ClaimPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The digest that a run has recorded for a state or an update."""
+    """The digest that a run has recorded for a state or for a client's update."""
 
     place: ClaimPlace
     digest: str
     segment: int
     workers: tuple[str, ...]
-    """The workers that have computed the state or update, as far as the facts say."""
+    """The workers that computed the state or update, as far as the facts name them."""
     numerics: str
     """The fingerprint of these workers' numerics; empty if the facts do not say."""
     doubt: str = ""
-    """Why computing the state or update again may give other bits; empty if it must not."""
+    """The reason why a second computation may give other bits; empty if the bits must be equal."""
 
 
 class RunClaims:
-    """The claims of a run in the order of their facts; the latest claim of each place counts."""
+    """The newest claim of a run about each state or update, in the order of their facts."""
 
     def __init__(self) -> None:
         """Begin without claims."""
         self.by_place: dict[ClaimPlace, Claim] = {}
         self.inputs: dict[Input, Any] = {}
-        """What the run computes from besides its job."""
+        """The inputs that the run computes from besides its job, such as the number of rows."""
         self.doubt = ""
-        """Why later claims may differ when they are computed again; empty if they must not."""
+        """The reason why later claims may have other bits in a second run, if there is one."""
         self._members: dict[str, tuple[str, ...]] = {}
         self._assigned: dict[tuple[str, int], str] = {}
         self._numerics: dict[str, str] = {}
         self._masked: set[str] = set()
-        """Parties whose updates are masked by random keys, so that only their sums repeat."""
+        """Parties whose clients mask updates by random keys, so only the sums are reproducible."""
         self._steps: dict[str, int] = {}
         """The step of the newest state of each party."""
         self._segments: dict[tuple[str, int], int] = {}
-        """The step of each segment of a party."""
+        """The step at which a segment ends, keyed by party and segment."""
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "RunClaims":
-        """Return the claims that events make."""
+        """Collect the claims that these events of a run make."""
         claims = cls()
         for event in events:
             claims.add(event)
@@ -141,7 +141,7 @@ class RunClaims:
     def _places(
         self, kind: str, party: str, payload: Mapping[str, Any]
     ) -> Iterator[tuple[ClaimPlace, str]]:
-        """Yield the places that a fact claims something for, and the digests."""
+        """Yield (place, digest) for each state or update whose digest the fact records."""
         match kind:
             case "ModelBuilt" | "SegmentCommitted" | "GenerationClosed" | "Noted":
                 if payload["digest"]:
@@ -157,12 +157,12 @@ class RunClaims:
 
     @property
     def last_step(self) -> int:
-        """Return the last step of the root party that has a state, 0 if there is none."""
+        """Return the step of the run's last committed state, or 0 if it has none."""
         return max((place.step for place in self.by_place if place.is_root_state), default=0)
 
 
 def inputs_of(event: Event) -> Mapping[Input, Any]:
-    """Return the inputs of the run that an event records."""
+    """Return the inputs of the run that an event records, keyed by kind and party or client."""
     payload = event.payload
     party = payload.get("party", "")
     match event.kind:
@@ -182,9 +182,9 @@ def inputs_of(event: Event) -> Mapping[Input, Any]:
 
 
 def doubt_of(kind: str, payload: Mapping[str, Any]) -> str:
-    """Return why claims after a fact may differ when they are computed again, because timing or a
-    machine has decided something; otherwise "". The coordinator marks a run as not reproducible by
-    these facts."""
+    """Return the reason why claims after this fact may have other bits in a second run, because
+    timing or a machine has influenced the result; "" if there is none. By the same facts the
+    coordinator marks a run as not reproducible."""
     number = payload.get("round_num", payload.get("segment", payload.get("generation", 0)))
     match kind:
         case "RoundClosed" if late := [update for update in payload["accepted"] if update["base"]]:
@@ -216,7 +216,8 @@ def doubt_of(kind: str, payload: Mapping[str, Any]) -> str:
 
 
 def first_difference(run: RunClaims, other: RunClaims) -> tuple[Claim, Claim] | None:
-    """Return both claims of the first place, in the run's order, where they differ; else None."""
+    """Return the two claims about the first state or update, in the order of `run`, whose digests
+    differ; None if none differ."""
     for place, claim in run.by_place.items():
         again = other.by_place.get(place)
         if again is not None and again.digest != claim.digest:

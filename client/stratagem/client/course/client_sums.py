@@ -20,7 +20,7 @@ class ClientState(StrEnum):
     SELECTED = "selected"
     """The client was selected, and has not answered yet."""
     DONE = "done"
-    """The client's update counts, or will when the round closes."""
+    """The client's update was received, and counts once the round closes."""
     LATE = "late"
     """The round was closed without the client's update."""
     REJECTED = "rejected"
@@ -40,17 +40,17 @@ class ClientInRound:
     num_samples: int = 0
     seconds: float = math.nan
     sent_bytes: int = 0
-    """The size of the client's update if a codec is used; otherwise 0."""
+    """The encoded size of the client's update if it was compressed by a codec; otherwise 0."""
     cause: str = ""
     """The category of the reason for a rejection, such as "not_finite"."""
     reason: str = ""
     """The reason for the rejection or excuse, as a sentence."""
     staleness: int = 0
-    """The number of rounds by which the update is late when it counts."""
+    """The number of rounds after its own in which the client's update counts; 0 if in its own."""
     assigned_s: float | None = None
     """The wall time at which the client was assigned to its worker."""
     answered_s: float | None = None
-    """The wall time at which the update came, or was rejected."""
+    """The wall time at which the client's update was received or rejected."""
 
 
 def mean_loss(clients: Iterable[ClientInRound]) -> float:
@@ -69,7 +69,7 @@ class FederatedClient:
 
     client: int
     worker_id: str
-    """The worker that the client lives on, or last trained on."""
+    """The worker that the client is bound to, or that trained it last."""
     tags: tuple[str, ...]
     num_selected: int
     num_done: int
@@ -85,9 +85,9 @@ class FederatedClient:
     """The loss of the client's newest update."""
     num_samples: int
     seconds: float
-    """The mean duration of the client's updates; NaN if it has sent none."""
+    """The mean time from a client's assignment to its update; NaN if it has sent none."""
     sent_bytes: int
-    """The total size of the client's updates, if a codec is used."""
+    """The total encoded size of the client's updates, if a codec compresses them."""
     benched_until: int | None = None
     """The first round in which the client may take part again; None if it is not benched."""
 
@@ -100,7 +100,7 @@ class _Sum:
     causes: Counter[str] = field(default_factory=Counter)
     newest: ClientInRound | None = None
     trained: ClientInRound | None = None
-    """The client's record in the newest round with an update of it."""
+    """The client's record in the newest round that received an update from it."""
     rejected: ClientInRound | None = None
     worker_id: str = ""
     num_times: int = 0
@@ -144,11 +144,11 @@ class ClientSums:
 
     @property
     def numbers(self) -> Collection[int]:
-        """Return the numbers of all clients seen so far."""
+        """Return the client numbers of all clients that a round has selected so far."""
         return self._of.keys()
 
     def client(self, number: int) -> FederatedClient:
-        """Return the summary of one client, seen or not, without its tags."""
+        """Return the summary of a client, without its tags; empty if it was never selected."""
         of = self._of.get(number, _Sum())
         return FederatedClient(
             client=number,
@@ -225,8 +225,8 @@ class PackedClients(Sequence[ClientInRound]):
         stale: Sequence[ClientInRound],
         names: SharedWords,
     ) -> None:
-        """Pack records. chosen: of clients selected for the round; stale: late updates of earlier
-        rounds that count in it."""
+        """Pack the records of a round. chosen: records of the clients selected for it; stale:
+        records of earlier rounds' late updates that count in it."""
         clients = (*chosen.values(), *stale)
         self._names, self._num, self._num_own = names, len(clients), len(chosen)
         self._counts = tuple(sum(client.state is state for client in clients) for state in _STATES)

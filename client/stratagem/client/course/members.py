@@ -1,5 +1,5 @@
-"""Derive from a run's events when workers were members of its parties, why they left, and
-coordinator outages."""
+"""Derive from a run's events the times at which workers were members of its parties, the reasons
+why they left, and the outages of the coordinator."""
 
 import re
 from collections import deque
@@ -28,9 +28,9 @@ class MemberInterval:
     ending: str
     """The reason why the membership ended, as a sentence; empty while it lasts."""
     is_lost: bool
-    """The process died, or was silent for too long."""
+    """The worker process died, or sent nothing for too long."""
     step: int | None = None
-    """The number of steps done when the process died, if known."""
+    """The number of steps that the run had done when the process died, if known."""
 
 
 def members(events: Iterable[Event]) -> tuple[MemberInterval, ...]:
@@ -63,7 +63,7 @@ class MembersFolding:
         return tuple(sorted(intervals, key=lambda stay: (stay.began_s, stay.party, stay.rank)))
 
     def fold(self, event: Event) -> None:
-        """Process the next event of the run; workers that only verify it are no members."""
+        """Process the next event of the run; workers that only verify it count as no members."""
         match event.kind:
             case _ if is_of_verifier(event):
                 return
@@ -115,8 +115,8 @@ def _ended(
 
 
 def _lost(reason: str) -> set[str]:
-    """Parse the lost workers from a membership's reason: "worker-0, worker-1 lost, worker-2 joined,
-    1 of 2 workers"."""
+    """Parse the names of lost workers out of the reason of a membership change, such as "worker-0,
+    worker-1 lost, worker-2 joined, 1 of 2 workers"."""
     lost: set[str] = set()
     named: list[str] = []
     for part in reason.split(", "):
@@ -137,7 +137,7 @@ _STEP: Final = re.compile(r"training step (\d{1,18})")
 
 
 def failed_step(activity: str) -> int | None:
-    """Return the step named in the activity during which an error came; None if none is named."""
+    """Return the step that the description of a failed activity names; None if it names none."""
     match = _STEP.search(activity)
     return int(match[1]) if match else None
 
@@ -145,8 +145,8 @@ def failed_step(activity: str) -> int | None:
 def failure_text(committed: int, activity: str = "", reached: int = 0, of: int = 0) -> str:
     """Return a text such as "committed to step 40 of 100; failed in step 47".
 
-    committed: the step of the newest commit. activity: of the error, as journaled. reached: the
-    newest step that was reported, if known. of: the number of steps of the whole run.
+    committed: the step of the newest commit. activity: the journaled description of what failed.
+    reached: the newest step that was reported, if known. of: the number of steps of the whole run.
     """
     steps = f"{committed:,} of {of:,}" if of else f"{committed:,}"
     begin = f"committed to step {steps}" if committed else "no step committed"
@@ -166,14 +166,14 @@ def failure_text(committed: int, activity: str = "", reached: int = 0, of: int =
 # leader. The outage may begin as early as the earlier event, so this is its greatest length.
 
 MIN_AWAY_S: Final = 2.0
-"""The shortest outage to report: a busy machine may stand still for less."""
+"""The shortest outage to report: a busy machine may stall for a shorter time."""
 MAX_OUTAGES: Final = 1000
 """The largest number of outages to keep; older ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A time interval without a leading coordinator; its beginning is the earliest possible one."""
+    """A time interval without a leading coordinator; began_s is the earliest possible beginning."""
 
     began_s: float
     ended_s: float
@@ -192,7 +192,7 @@ class OutagesFolding:
         self._before: Event | None = None
 
     def fold(self, event: Event) -> Outage | None:
-        """Process the next event; return the outage before it, if there was one."""
+        """Process the next event; return the outage since the event before it, if there was one."""
         before, self._before = self._before, event
         if before is None or before.kind in ENDS:
             return None  # an ended run needs no leader

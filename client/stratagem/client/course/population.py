@@ -16,17 +16,17 @@ from stratagem.common.schema.json import JSON, thawed
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A node of a state's lineage: one generation, with the member that trained the state then."""
+    """One generation of a state's lineage, with the member that trained the state in it."""
 
     generation: int
     member: int
     from_step: int
-    """The step of the state that the generation began from."""
+    """The step of the state with which the member began the generation."""
     params: Mapping[str, Any]
     """The hyperparameters, keyed by dotted path of the job, such as "optimizer.lr"."""
     before: "Ancestor | None" = field(default=None, repr=False, compare=False)
-    """The preceding ancestor, as a linked list that members share, because copies would grow with
-    the square of the number of generations."""
+    """The ancestor of the generation before: a linked list whose parts members share, because
+    copies would grow with the square of the number of generations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class MemberInGeneration:
 
     member: int
     now: Ancestor
-    """The member's newest lineage node, that of this generation."""
+    """The element of the member's lineage that stands for this generation."""
     score: float | None = None
-    """The metric's value at the end; None: not yet known, or the member has failed."""
+    """The member's score at the end of the generation; None if not yet known, or if it failed."""
     is_scored: bool = False
     """The member has finished this generation."""
 
@@ -48,7 +48,7 @@ class MemberInGeneration:
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Return the hyperparameters of the member, keyed by dotted path of the job."""
+        """Return the member's hyperparameters, keyed by dotted path of the job."""
         return self.now.params
 
     @property
@@ -102,8 +102,8 @@ class Population:
 
     @property
     def best(self) -> Winner | None:
-        """Return the best member of the closed generations, the first of equal ones; None if no
-        generation is closed."""
+        """Return the member with the best score of all closed generations, the earliest of equal
+        ones; None if no generation is closed."""
         winner: Winner | None = None
         for generation in self.generations:
             member = None if generation.best is None else generation.of(generation.best)
@@ -115,23 +115,23 @@ class Population:
         return winner
 
     def lineage(self, member: int, generation: int | None = None) -> tuple[int, ...]:
-        """Return the member that trained a member's state in each generation, itself last.
+        """Return for each generation the member that trained this member's state, itself last.
 
-        generation: the generation in which the member is meant, by default its newest one. Raises
-        KeyError if there is none.
+        generation: the generation of the given member, by default its newest one. Raises KeyError
+        if the member is not in it.
         """
         return tuple(node.member for node in self._member(member, generation).past)
 
     def schedule(
         self, member: int, generation: int | None = None
     ) -> tuple[tuple[int, Mapping[str, Any]], ...]:
-        """Return (from step, hyperparameters) of all training that led to a member's state,
-        including that of states it copied. generation: as in `lineage`."""
+        """Return (from_step, hyperparameters) for all training behind a member's state, including
+        the training of states that it copied. generation: as in `lineage`."""
         return tuple((node.from_step, node.params) for node in self.past(member, generation))
 
     def past(self, member: int, generation: int | None = None) -> tuple[Ancestor, ...]:
-        """Return a member's lineage nodes, one per setting that its state was trained with.
-        generation: as in `lineage`."""
+        """Return a member's lineage, without generations that changed neither the member nor the
+        hyperparameters. generation: as in `lineage`."""
         past = self._member(member, generation).past
         return tuple(
             node
@@ -155,7 +155,7 @@ class Population:
 def population(events: Iterable[Event], job: Mapping[str, Any]) -> Population:
     """Build the Population from a run's events; it is empty for other runs.
 
-    job: of the run, as in its status; it names the metric.
+    job: the run's job, as in its status, which names the metric.
     """
     folding = PopulationFolding(job)
     for event in events:
@@ -174,13 +174,13 @@ class PopulationFolding:
         """The members of each generation, from the first on, keyed by member number."""
         self.closed: dict[int, Mapping[str, Any]] = {}
         self.newest: dict[int, int] = {}
-        """The newest generation of each member."""
+        """The number of the newest generation that each member has begun."""
         self.steps: dict[str, int] = {}
         """The step of the newest commit, keyed by the member's path."""
 
     @property
     def population(self) -> Population:
-        """Return the Population with the generations that have begun."""
+        """Return the Population with all generations begun so far."""
         begun = min(
             self._last or len(self.records), len(self.records)
         )  # no generation follows the last one
@@ -227,7 +227,8 @@ class PopulationFolding:
         members[member] = replace(members[member], score=signed, is_scored=True)
 
     def _advance(self, copies: Mapping[int, Mapping[str, Any] | None]) -> None:
-        """Begin the next generation of these members, copying from one snapshot of all."""
+        """Begin the next generation of these members. copies: the donor's state for members that
+        copy one, else None; all are from one snapshot of the population."""
         newest = {m: self.records[number - 1][m].now for m, number in self.newest.items()}
         for member, copied in copies.items():
             generation = self.newest[member] + 1
@@ -247,7 +248,7 @@ class PopulationFolding:
 
 
 def _strategy_of(job: Mapping[str, Any], party: str) -> Mapping[str, Any]:
-    """Return the strategy of a party, as far as the job specifies one."""
+    """Return the strategy of a party as plain values, as far as the job specifies one."""
     strategy = job.get("strategy") or {}
     for _ in filter(None, party.split("/")):
         strategy = (strategy.get("options") or {}).get("inner") or {}
@@ -261,8 +262,8 @@ def _back_from(ancestor: Ancestor | None) -> Iterator[Ancestor]:
 
 
 def _known_at(donor: Ancestor, step: int) -> Ancestor:
-    """Return the donor's lineage node that a copied state of this step belongs to; it may be older
-    than the donor's newest node."""
+    """Return the element of the donor's lineage in which the copied state of this step was trained;
+    it may be older than the donor's newest element."""
     return next(node for node in _back_from(donor) if node.from_step < step or not node.before)
 
 
@@ -284,7 +285,7 @@ def winner_text(run: RunStatus) -> str:
 
 
 def _judged_by(job: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the metric that ranks members, and "max" or "min" for the better direction."""
+    """Return the metric that ranks members, and "max" or "min" for the direction that is better."""
     evaluation = job.get("evaluation") or {}
     metric = f"{evaluation.get('split', 'test')}.{evaluation.get('best') or 'loss'}"
     return metric, evaluation.get("mode") or "max"
@@ -301,9 +302,9 @@ MAX_NAME: Final = 64
 def replayed(evolution: Population, job: Mapping[str, Any]) -> JobSpec:
     """Return a job without a population that reproduces the winner's state bit for bit.
 
-    job: of the population. The new job is that of the first member of the winner's lineage, with
-    the hyperparameters and the seed of each later member from the step of its copy on. Raises
-    NotFoundError if there is no winner yet.
+    job: the population's job. The new job is that of the first member of the winner's lineage; from
+    the step of each copy on it has the hyperparameters and the seed of the member that made the
+    copy. Raises NotFoundError if there is no winner yet.
     """
     winner = evolution.best
     if winner is None:
@@ -327,6 +328,6 @@ def replayed(evolution: Population, job: Mapping[str, Any]) -> JobSpec:
 
 
 def _trained(past: Sequence[Ancestor], last_step: int) -> list[Ancestor]:
-    """Return the lineage nodes in which at least one step was trained."""
+    """Return those elements of a lineage in which at least one step was trained."""
     ends = (*(node.from_step for node in past[1:]), last_step)
     return [node for node, end in zip(past, ends, strict=True) if node.from_step < end]

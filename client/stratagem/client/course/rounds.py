@@ -38,18 +38,18 @@ def clients(events: Iterable[Event], party: str = "") -> tuple[FederatedClient, 
 
 ROSTER_KINDS: Final = ("RosterFormed", "ClientsJoined")
 Home = tuple[str, tuple[str, ...]]
-"""The worker that a client lives on, and the client's tags."""
+"""The worker that a client is bound to, and the client's tags."""
 
 
 def homes(event: Event) -> dict[int, Home]:
-    """Return the homes of the clients in an event of ROSTER_KINDS, keyed by client number."""
+    """Return each client's worker and tags, keyed by client, from an event of ROSTER_KINDS."""
     listed = event.payload["clients"]
     return {entry["client"]: (entry["worker_id"], tuple(entry.get("tags", ()))) for entry in listed}
 
 
 def fold_benches(benches: dict[int, int], event: Event, party: str) -> None:
-    """Update by an event the first round in which each benched client may take part again.
-    Returning to an earlier commit clears benches."""
+    """Update, by an event, the dictionary from each benched client to the first round in which it
+    may take part again. A return to an earlier commit clears it."""
     if undone_from(event) is not None:
         benches.clear()
     elif event.kind == "ClientBenched" and party_of(event) == party:
@@ -62,8 +62,8 @@ def of_sums(
     roster: Mapping[int, Home],
     benches: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[FederatedClient, ...]:
-    """Return the summaries of all clients in sums or roster. newest: the number of the newest
-    round. benches: as kept by `fold_benches`."""
+    """Return the summaries of all clients that are in the sums or in the roster. newest: the number
+    of the newest round. benches: as updated by `fold_benches`."""
     return tuple(
         _at_home(sums.client(client), roster.get(client), benches.get(client, 0), newest)
         for client in sorted(roster.keys() | sums.numbers)
@@ -73,7 +73,8 @@ def of_sums(
 def _at_home(
     client: FederatedClient, home: Home | None, until: int, newest: int
 ) -> FederatedClient:
-    """Return a client's summary with its worker and tags, and with its bench if that lasts."""
+    """Complete a client's summary by its worker and tags, and by the end of its bench, `until`, if
+    that is after the newest round."""
     worker_id, tags = (client.worker_id, ()) if home is None else home
     benched_until = until if until > newest else None
     return replace(client, worker_id=worker_id, tags=tags, benched_until=benched_until)
@@ -83,9 +84,9 @@ def _at_home(
 
 TRAIN_LOSS: Final = "train.loss"
 KEPT_WHOLE: Final = 64
-"""The number of newest rounds that are not packed, because late events may change them."""
+"""The number of newest rounds whose clients are not packed, because late events may change them."""
 OUTSIDE_WINDOW: Final = "outside_window"
-"""The recorded cause when a client answers that it takes part only at other hours."""
+"""The recorded cause if a client refuses because it takes part only at other hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +97,17 @@ class Round:
     began_s: float
     """The wall time at which clients were selected."""
     clients: Sequence[ClientInRound]
-    """The clients' records, sorted by number. An update from an earlier round has its staleness."""
+    """The clients' records, sorted by number; late updates of earlier rounds have a staleness."""
     num_needed: int | None = None
-    """The number of updates at which the round closes; None: it waits for all."""
+    """The number of updates at which the round closes; None if it waits for all of them."""
     deadline_s: float | None = None
-    """The time from selection to deadline; None: there is no deadline."""
+    """The time from the selection of clients to the deadline; None if there is no deadline."""
     seconds: float | None = None
-    """The time from selection to close; None while the round is open."""
+    """The time from the selection of clients to the close; None while the round is open."""
     loss: float = math.nan
     """The sample-weighted mean loss of the updates that count."""
     told_loss: float | None = None
-    """The loss that the coordinator reported; None if the round is open or of an early version."""
+    """The loss that the coordinator reported; None if the round is open or the coordinator old."""
     reason: str = ""
     """The reason why the round closed, as a sentence."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -128,13 +129,13 @@ class Round:
 
     @property
     def num_selected(self) -> int:
-        """Return the number of selected clients, without those of late updates."""
+        """Return the number of clients selected for this round, without those of late updates."""
         if isinstance(self.clients, PackedClients):
             return self.clients.num_selected
         return sum(not client.staleness for client in self.clients)
 
     def count(self, state: ClientState) -> int:
-        """Return the number of clients in this state."""
+        """Return the number of the round's clients in this state."""
         if isinstance(self.clients, PackedClients):
             return self.clients.count(state)
         return len(self.with_state(state))
@@ -159,21 +160,21 @@ class RoundsFolding:
     """An incremental reader of a run's events that builds the rounds of one federation."""
 
     def __init__(self, party: str = "", most: int | None = None) -> None:
-        """Begin without rounds. party: the path of the federation. most: the number of newest
-        rounds to keep."""
+        """Begin without rounds. party: the path of the federation. most: how many of the newest
+        rounds to keep, by default all."""
         self._party, self._most = party, most
         self._rounds: list[Round] = []
-        """The rounds; their clients are only updated when requested."""
+        """The rounds; their `clients` are brought up to date only when they are read."""
         self._chosen: list[dict[int, ClientInRound]] = []
         """The records of the clients selected for each round."""
         self._stale: list[tuple[ClientInRound, ...]] = []
-        """The records of late updates that count in each round."""
+        """The records of earlier rounds' late updates that count in each round."""
         self._changed: set[int] = set()
-        """The indices of rounds whose clients in `_found` are outdated."""
+        """The indices of rounds in `_rounds` whose `clients` are not up to date."""
         self._num_packed, self._names = 0, SharedWords()
-        """The number of oldest rounds, whose clients are kept packed only, and shared words."""
+        """The number of oldest rounds whose clients are only kept packed; words that they share."""
         self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
-        """The totals of the packed rounds."""
+        """The totals and durations of the packed rounds; whether these are out of date."""
 
     @property
     def rounds(self) -> tuple[Round, ...]:
@@ -185,7 +186,7 @@ class RoundsFolding:
 
     @property
     def sums(self) -> ClientSums:
-        """Return the totals over all rounds so far, without unpacking old ones again."""
+        """Return the totals of all clients over all rounds, without unpacking old rounds again."""
         self._sum_up()
         sums = self._sums.copy()
         for round_ in self.rounds[self._num_packed :]:
@@ -194,7 +195,7 @@ class RoundsFolding:
 
     @property
     def times(self) -> Sequence[float]:
-        """Return the durations of all updates; late ones are in the round where they count."""
+        """Return the durations of all updates; late ones are in the round in which they count."""
         self._sum_up()
         newest = (_times(round_.clients) for round_ in self.rounds[self._num_packed :])
         return self._times + array("d", chain.from_iterable(newest))
@@ -230,7 +231,7 @@ class RoundsFolding:
         self._rounds[at] = replace(self._rounds[at], clients=clients)
 
     def _pack(self) -> None:
-        """Pack the clients of rounds older than KEPT_WHOLE."""
+        """Pack the clients of all but the KEPT_WHOLE newest rounds."""
         while self._num_packed < len(self._rounds) - KEPT_WHOLE:
             at = self._num_packed
             self._take_in(in_order((*self._chosen[at].values(), *self._stale[at])))
@@ -238,7 +239,7 @@ class RoundsFolding:
             self._put(at, self._chosen[at], self._stale[at])
 
     def _clients(self, at: int) -> tuple[dict[int, ClientInRound], tuple[ClientInRound, ...]]:
-        """Return the records of clients selected for a round, and those of late updates in it."""
+        """Return the records of a round's selected clients, and of the late updates in it."""
         clients = self._rounds[at].clients
         if isinstance(clients, PackedClients):
             return clients.unpacked()
@@ -397,7 +398,7 @@ class RoundsFolding:
         )
 
     def _late(self, client: int, accepted: Mapping[str, Any]) -> ClientInRound:
-        """Return the record of a late update of an earlier round that counts in the newest one."""
+        """Make the newest round's record of an earlier round's late update that it accepts."""
         staleness = accepted.get("staleness", 0)
         earlier = self._place(self._rounds[-1].number - staleness)
         trained = None if earlier is None else self._clients(earlier)[0].get(client)
@@ -406,7 +407,7 @@ class RoundsFolding:
         return replace(trained, state=ClientState.DONE, staleness=staleness, num_samples=samples)
 
     def _place(self, number: int) -> int | None:
-        """Return the index of the round with this number, or None; numbers are consecutive."""
+        """Return the index in `_rounds` of the round with this number; None if there is none."""
         at = number - self._rounds[0].number if self._rounds else -1
         return at if 0 <= at < len(self._rounds) and self._rounds[at].number == number else None
 
@@ -422,14 +423,15 @@ _KINDS: Final = frozenset((
 
 
 def _deadline(event: Event) -> float | None:
-    """Return the time from selection to deadline; None if there is no deadline, or an early
-    coordinator used two clocks."""
+    """Return the time from the selection of clients to the deadline; None if there is no deadline,
+    or the coordinator was too old to give both by one clock."""
     deadline_s, leader_s = event.payload.get("deadline_s"), event.leader_s
     return deadline_s - leader_s if deadline_s is not None and leader_s else None
 
 
 def _closed(client: ClientInRound, accepted: Mapping[str, Any] | None) -> ClientInRound:
-    """Return a client's record as it is after the close of its round."""
+    """Return a client's record after the close of its round. accepted: the entry of the client's
+    update in the closing fact; None if the round closed without it."""
     if accepted is not None:
         staleness = accepted.get("staleness", 0)
         if client.state is ClientState.DONE and client.staleness == staleness:

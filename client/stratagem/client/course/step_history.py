@@ -50,7 +50,7 @@ class StepSeries:
     """The party whose steps are recorded; "" is the whole run."""
     stride: int
     observed: bool
-    """The values depend on clocks and machines: two runs of one job differ in them."""
+    """The values depend on clocks and machines, so two runs of one job differ in them."""
     columns: Columns
     provisional: NDArray[np.bool_]
     """A flag per row: it has steps of an unfinished segment, which may be trained again."""
@@ -101,7 +101,7 @@ class History(Mapping[str, StepSeries]):
 
     @property
     def next_step(self) -> int:
-        """Return the first step to request next: the first one of a row that may still change."""
+        """Return the first step to request next: that of the first row that may still change."""
         last_of: dict[str, int] = {}
         for series in self._series.values():  # a segment ends for all series of its party
             certain = series.step[~series.provisional]
@@ -112,15 +112,15 @@ class History(Mapping[str, StepSeries]):
         return (last - 1) // stride * stride + 1 if last else 1
 
     def continued(self, later: "History") -> "History":
-        """Return this history with its rows from `next_step` on replaced by a later answer."""
+        """Return this history with its rows from `next_step` on replaced by a later answer's."""
         from_step = self.next_step
         names = dict.fromkeys([*self, *later])
         pairs = ((self._series.get(name), later._series.get(name)) for name in names)
         return History(_continued(earlier, other, from_step) for earlier, other in pairs)
 
     def with_newest_of(self, whole: "History") -> "History":
-        """Return this part of a history, plus the series that `whole` keeps of its newest segment
-        only."""
+        """Return this history of some steps, with the series that the coordinator keeps only for
+        the newest segment taken from `whole`."""
         older = [item for item in self._series.values() if not is_of_newest_segment(item.party)]
         newest = [item for item in whole._series.values() if is_of_newest_segment(item.party)]
         return History([*older, *newest])
@@ -157,8 +157,8 @@ class History(Mapping[str, StepSeries]):
         return NumberTable(headings, tuple(map(_row, self._series.values()))).to_html()
 
     def bubble(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return (steps, idle share of the pipeline's workers), one per row, for the last step of
-        the row. Empty without `stage/<i>` series."""
+        """Return (steps, idle shares of the pipeline's workers) with an element per row, measured
+        in the row's last step; empty arrays without `stage/<i>` series."""
         busy, spans = (
             [series for series in self._series.values() if _is_of_stage(series, name)]
             for name in ("busy_s", "span_s")
@@ -187,7 +187,7 @@ def _row(series: StepSeries) -> tuple[str, ...]:
 
 
 def _value_text(name: str, value: float) -> str:
-    """Format a value for people: durations as times, memory with its unit."""
+    """Format a value for people: times as durations, memory with its unit."""
     if name == "time.wall_s":
         return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return size_text(value) if name.endswith("memory_bytes") else short(value)
@@ -263,7 +263,7 @@ class MeasuredStep:
 
     step: int
     lanes: Mapping[int, tuple[int, ...]]
-    """The stages of each worker, keyed by rank."""
+    """The numbers of the stages on each worker, keyed by the worker's rank."""
     actions: Mapping[int, Sequence[StageAction]]
     """The actions of each stage, sorted by time."""
     error_s: float
@@ -298,7 +298,7 @@ def measured_step(history: Mapping[str, StepSeries], num_stages: int) -> Measure
 
 
 def _values(history: Mapping[str, StepSeries], stage: int) -> tuple[int, dict[str, float]]:
-    """Return the newest step that a stage has reported, and the reported values keyed by series."""
+    """Return the newest step that a stage has reported, and the values of it, keyed by series."""
     begin = f"{party_of_stage(stage)}:"
     its = {
         name.removeprefix(begin): series
@@ -315,8 +315,8 @@ def _moved(actions: Sequence[StageAction], by_s: float) -> list[StageAction]:
 
 
 def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
-    """Estimate when each rank began the step, in seconds after the first one; return that and the
-    largest error."""
+    """Estimate the start of the step on each rank, in seconds after the start on the first rank;
+    return these offsets and the largest possible error of one."""
     between = _bounds(reports)
     ranks = sorted({report.rank for report in reports})
     offsets, errors = {ranks[0]: 0.0}, {ranks[0]: 0.0}
@@ -338,14 +338,14 @@ def _offsets(reports: Sequence[StageReport]) -> tuple[dict[int, float], float]:
 
 
 def _middle(low: float, high: float) -> float:
-    """Return the midpoint of two bounds, or the only finite one."""
+    """Return the midpoint of two bounds, or the only finite one; 0 if neither is finite."""
     finite = [bound for bound in (low, high) if math.isfinite(bound)]
     return sum(finite) / max(len(finite), 1)
 
 
 def _bounds(reports: Sequence[StageReport]) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return bounds on the time from one rank's start of the step to another's, for each pair of
-    ranks that exchange messages or share a clock."""
+    """Return, for each pair of ranks that exchange messages or share a clock, (lower, upper) bounds
+    on how much later the second rank started the step."""
     low: defaultdict[tuple[int, int], float] = defaultdict(lambda: -math.inf)
     for report in reports:
         for source in report.sources:
@@ -363,7 +363,7 @@ def _bounds(reports: Sequence[StageReport]) -> dict[tuple[int, int], tuple[float
 
 
 def _least(sender: StageReport, receiver: StageReport, kinds: Sequence[str]) -> float:
-    """Return the lower bound on the receiver's start of the step minus the sender's, since no
+    """Return a lower bound on the time by which the receiver started the step after the sender: no
     micro-batch is processed before it arrives."""
     ends = {action.micro_batch: action.end_s for action in sender.actions if action.kind in kinds}
     return max(

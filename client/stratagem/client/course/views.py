@@ -1,7 +1,6 @@
 """Define runs, workers and events, as clients see them, as frozen values.
 
-They are read from messages of the coordinator; field names and units are those of
-coordinator.proto.
+They are read from the coordinator's messages; field names and units are those of coordinator.proto.
 """
 
 import json
@@ -65,10 +64,10 @@ class Commit:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     """The hyperparameters with which a population member reached the commit's score."""
     schedule: tuple[Hyperparameters, ...] = ()
-    """All hyperparameters that a state of a population was trained with, in order of step,
-    including the past of states that the member copied."""
+    """All hyperparameters that a population's state was trained with, by step, including those of
+    the states that the member copied."""
     average: str = ""
-    """The digest of the averaged parameters, if a federation keeps an average."""
+    """The digest of the averaged parameters, if the federation keeps an average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class VerificationResult:
     num_unverified: int
     workers: tuple[str, ...]
     verified_by: str
-    """The caller who has verified it; empty without authentication."""
+    """The name of the caller who verified the run; empty without authentication."""
     time_s: float
 
     def __str__(self) -> str:
@@ -130,15 +129,15 @@ class RunStatus:
     engine: str
     reproducible: bool
     data_plane: str = ""
-    """The data plane of its present workers: "tls", "trusted", or empty if unknown."""
+    """The encryption between its present workers: "tls", "trusted" (none), or empty if unknown."""
     submitted_by: str = ""
     """The submitter, such as "client alice" or "token ci"; empty without authentication."""
     pinned: bool = False
-    """The run is kept until it is unpinned."""
+    """The run never expires until it is unpinned."""
     verification: str = ""
-    """The result of its verification so far, in words; empty if its job asks for none."""
+    """The result of the verification during the run, in words; empty if the job asks for none."""
     last_verification: VerificationResult | None = None
-    """The result of the newest `verify` of the run; None if nobody has verified it."""
+    """The result of the newest `stratagem verify` of the run; None if nobody has run it."""
 
     @property
     def seconds(self) -> float | None:
@@ -146,7 +145,7 @@ class RunStatus:
         return None if self.ended_at_s is None else self.ended_at_s - self.submitted_at_s
 
     def commit(self, which: str = "final") -> Commit | None:
-        """Return the commit that `download(which)` would fetch, or None."""
+        """Return the commit that `download(which)` would fetch, or None if there is none."""
         match which:
             case "final":
                 finals = [commit for commit in self.commits if commit.is_final]
@@ -171,13 +170,13 @@ class Event:
     payload: Mapping[str, Any]
     phase: Phase
     leader_s: float = 0.0
-    """The leader's clock, by which all deadlines in payloads are given; between two events it
-    advances as much as time_s, except for outages."""
+    """The time by the leading coordinator's clock, which all deadlines in payloads use. It advances
+    as time_s does, but stands still while no coordinator leads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The latest values of a running run; not every one is sent."""
+    """The latest values of a running run; not every update is sent."""
 
     step: int
     num_steps: int
@@ -191,9 +190,9 @@ class Progress:
     grad_norm: float = 0.0
     """The 2-norm of the latest step's gradient before clipping; 0 if unknown."""
     num_skipped_steps: int = 0
-    """The number of steps so far that were not finite and changed nothing."""
+    """The number of steps so far that had infinite or NaN values, and so changed nothing."""
     training_phase: str = ""
-    """The phase of predicted gradients: FULL, PREDICT or CORRECT."""
+    """The phase of phase training (some gradients are predicted): FULL, PREDICT or CORRECT."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of the latest step, as reported by the party's first member."""
     reason: str = ""
@@ -205,9 +204,9 @@ class Progress:
     elapsed_s: float = 0.0
     """The time since the run was submitted."""
     eta_s: float | None = None
-    """The time until the last step at the pace of the last minute; None if there is no pace."""
+    """The time until the last step at the pace of the last minute; None if no pace is known."""
     may_end_early: bool = False
-    """The run may end before its last step; eta_s is then the most that is left."""
+    """The run may end before its last step; eta_s is then an upper bound."""
     unit: str = "steps"
     """The unit of num_steps: steps, rounds or generations."""
     num_clients_rejected: int = 0
@@ -245,17 +244,17 @@ class RunBrief:
 
 @dataclass(frozen=True, slots=True)
 class RunsChange:
-    """A batch of changed runs; a subscription's first batches name all runs."""
+    """A batch of runs that changed; the first batches of a subscription name all runs."""
 
     runs: tuple[RunBrief, ...]
     deleted: tuple[str, ...]
     is_complete: bool
-    """All runs that existed when the subscription began have been named by now."""
+    """True once all runs that existed at the beginning of the subscription have been named."""
     time_s: float
     """The time of the change by the coordinator's clock."""
     is_first: bool = False
-    """A subscription begins here, or begins again: runs not named up to the first complete change
-    no longer exist."""
+    """True if the subscription begins with this batch, also after an interruption: runs that are
+    not named until is_complete no longer exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +278,7 @@ class Worker:
     address: str
     is_alive: bool
     silent_s: float
-    """The seconds since the worker's last heartbeat, counted only while a coordinator led."""
+    """The seconds since the worker's last heartbeat, without times in which no coordinator led."""
     device: str
     device_name: str
     memory_bytes: int
@@ -290,15 +289,15 @@ class Worker:
     run_ids: tuple[str, ...]
     reason: str
     data_plane: str = ""
-    """The encryption of the data plane to other workers: "tls", "trusted", or empty if unknown."""
+    """The encryption between it and other workers: "tls", "trusted" (none), or empty if unknown."""
     code_policy: str = ""
-    """The code that the worker accepts with jobs: "none", "signed", "digests", "any", or empty if
+    """The code that it accepts with jobs: "none", "signed", "digests", "any", or empty if
     unknown."""
     tunnelled: bool = False
-    """The worker has no address: the coordinator reaches it through the worker's own connections,
-    and other workers cannot reach it."""
+    """The worker has no address of its own: the coordinator reaches it through the connections that
+    the worker opened, and other workers cannot reach it."""
     quarantine: str = ""
-    """The reason for which the worker gets no work until it is released, or empty."""
+    """The reason why the worker gets no work until it is released; empty if it may work."""
 
     @property
     def may_work(self) -> bool:
@@ -314,7 +313,7 @@ class RefusedWorker:
     address: str
     reason: str
     silent_s: float
-    """The seconds since the worker last asked."""
+    """The seconds since the worker's last attempt to register."""
     num_times: int
     is_alive: bool = False
     is_refused: bool = True
@@ -413,7 +412,7 @@ def _commit(info: pb.CommitInfo) -> Commit:
 
 
 def _read(kind: type[T], *messages: Message, **values: Any) -> T:
-    """Make a view from equally named fields of the messages, and from the values in `values`."""
+    """Make a view from equally named fields of the messages; `values` take precedence."""
     for name in (spec.name for spec in fields(cast(Any, kind)) if spec.name not in values):
         value = next(getattr(message, name) for message in messages if hasattr(message, name))
         match value:
@@ -455,13 +454,13 @@ def party_of(event: Event) -> str:
 
 
 def is_of_verifier(event: Event) -> bool:
-    """Return True if an event is about the party that executes segments of the run again: it is no
-    part of the run's own course."""
+    """Return True if an event is about the verifier, the party that executes segments of the run
+    again, and so is no part of the run's own course."""
     return party_of(event) == VERIFIER
 
 
 def undone_from(event: Event) -> int | None:
-    """Return the last segment that stays if this event returns to an earlier commit, else None."""
+    """Return the last segment that stays valid if this event returns to a commit, else None."""
     if event.kind != "RunResumed":
         return None
     segment = event.payload.get("from_segment")

@@ -1,5 +1,4 @@
-"""Serve the dashboard as an ASGI application, in which every route makes one or two calls of the
-client."""
+"""Serve the dashboard as an ASGI application; each route makes one or two calls of the client."""
 
 import asyncio
 import time
@@ -78,7 +77,7 @@ class PageSettings:
     address: PageAddress
     sessions: PageSessions
     operates: bool
-    """The page has buttons that stop, resume and delete runs, with its own identity."""
+    """The page has buttons that stop, resume and delete runs, with the page's own identity."""
     is_secure: bool
     """Browsers reach the page over TLS only, so cookies are marked as secure."""
 
@@ -87,7 +86,7 @@ class Page:
     """The HTTP routes of the dashboard, over one client of the coordinator."""
 
     def __init__(self, settings: PageSettings, client: AsyncClient, asking: AsyncClient) -> None:
-        """Make the routes. asking: the client of the banner, which waits less than `client`."""
+        """Make the page. asking: a client for the banner, which waits less long than `client`."""
         self._settings, self._client, self._asking = settings, client, asking
         self._watch, self._books = CoordinatorWatch(asking), RunBooks(client)
         self._runs = RunsWatch(client)
@@ -133,7 +132,7 @@ class Page:
         return Response(stylesheet(), media_type="text/css")
 
     async def begin(self, request: Request) -> Response:
-        """Exchange the token in the address for a session cookie."""
+        """Give the browser a session cookie in exchange for the token in the address."""
         token = (await _body(request)).decode("ascii", "replace")
         cookie = self._settings.sessions.begin(token)
         if cookie is None:
@@ -168,8 +167,8 @@ class Page:
         return _json([*await client.workers(), *await client.refused_workers()])
 
     async def panels(self, request: Request) -> Response:
-        """Return a run's pictures for a width, each with a table of its numbers; of a long run,
-        only the events that could be read in time."""
+        """Return a run's pictures for a width, each with a table of its numbers. If the run is
+        long, they show only the events that could be read in time."""
         run_id = request.query_params.get("run", "")
         view = _view(request)
         draw = partial(panels_json, view=view)
@@ -177,8 +176,7 @@ class Page:
         return Response(text, media_type="application/json")
 
     async def compare(self, request: Request) -> Response:
-        """Return the curves of several runs in common pictures, and the differences between their
-        jobs."""
+        """Return pictures with curves of several runs, and the differences between their jobs."""
         ids = list(dict.fromkeys(request.query_params.get("runs", "").split(",")))
         check_compared(ids)
         view = _view(request)
@@ -206,7 +204,7 @@ class Page:
         return Response(text, media_type="text/html", headers=_WITH_STYLES)
 
     async def events(self, request: Request) -> Response:
-        """Return a run's events: forward from an index, or backward before one, newest first."""
+        """Return events of a run: onward from an index, or backward before one, newest first."""
         asked = request.query_params
         limit = min(_number(request, "limit", 100), MAX_EVENTS)
         before = _number(request, "before", 0)
@@ -222,7 +220,7 @@ class Page:
         return _json([item async for item in items if isinstance(item, Event)])
 
     async def logs(self, request: Request) -> Response:
-        """Return lines of a run's log from a line on; a negative number counts from the end."""
+        """Return lines of a run's log from a number on; negative numbers count from the end."""
         run = await self._client.get(request.query_params.get("run", ""))
         lines = []
         async for line in run.logs(from_line=_number(request, "from_line", -200, low=-(2**31))):
@@ -272,7 +270,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def answer_errors(handler: Handler) -> Handler:
-    """Wrap a handler so that errors of the client become responses with their messages."""
+    """Wrap a request handler so that errors of the client become responses with their messages."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -326,20 +324,20 @@ def picture_file(run: ReportedRun, width: int, name: str) -> str:
 
 
 def extent(runs: Sequence[ReportedRun]) -> dict[str, int]:
-    """Return how many events of these runs have been read, and how many there are."""
+    """Return the number of events of these runs that have been read, and the number that exist."""
     read = [run.course.num_events for run in runs]
     there = [run.status.event_index + 1 for run in runs]
     return {"num_read": sum(read), "num_events": sum(map(max, read, there))}
 
 
 def panels_of(run: ReportedRun, view: CurveView = WHOLE) -> list[Panel]:
-    """Return the panels of a run on the page, in order."""
+    """Return the panels (pictures) of a run in the order of the page."""
     curves = curve_panels(run, view.steps(run.status.step))
     return [*curves, *strategy_panels(run), time_line_panel(run)]
 
 
 def pictures_of(panels: Sequence[Panel], width: int, view: CurveView) -> list[dict[str, Any]]:
-    """Draw panels for a width; return pictures, each with a table of its numbers."""
+    """Draw panels for a page's width; return each as JSON, with a table of its numbers."""
     pictures = [
         (panel, panel.picture(view.width_of(at, len(panels), width), log=view.log))
         for at, panel in enumerate(panels)

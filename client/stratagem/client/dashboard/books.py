@@ -1,4 +1,4 @@
-"""The dashboard's cache of viewed runs: each is read once for all tabs, and kept current.
+"""Cache the viewed runs for the dashboard: each is read once for all tabs, and kept current.
 
 Reading continues after the last event that was read, and pictures are drawn once for each width
 until something new happens. While a long past is being read, the part read so far is drawn.
@@ -23,7 +23,7 @@ from stratagem.common.base.errors import NotFoundError
 MAX_BOOKS: Final = 32
 """The largest number of cached runs; the least recently used one is dropped."""
 MAX_DRAWINGS: Final = 8
-"""The largest number of cached drawings per run, each for one width and view."""
+"""The largest number of cached drawings per run; each is for one width and view."""
 MAX_ROWS: Final = 2048
 """The largest number of rows per curve, more than a picture has columns."""
 HISTORY_S: Final = 2.0
@@ -31,7 +31,7 @@ HISTORY_S: Final = 2.0
 PATIENCE_S: Final = 0.8
 """The time after which a run is drawn, even if not all of its events have been read."""
 MORE_PATIENCE: Final = 2.5
-"""The factor on PATIENCE_S if an older picture exists: drawing again would pause the reading."""
+"""The factor on PATIENCE_S if an older drawing exists, as drawing again pauses the reading."""
 
 T = TypeVar("T")
 
@@ -53,23 +53,23 @@ class RunBook:
     """The cached events, history and drawings of one run."""
 
     def __init__(self, run: AsyncRun, patience_s: float) -> None:
-        """Make an empty cache. patience_s: the time after which a run is drawn from the events read
-        so far."""
+        """Make an empty cache. patience_s: the time after which a run is drawn even if not all of
+        its events have been read."""
         self.watch, self._run, self._patience_s = RunWatch(run), run, patience_s
         self._asking, self._taking = asyncio.Lock(), asyncio.Lock()
-        """Locks: one request at a time, and no reading of events while the run is drawn."""
+        """Locks: one drawing at a time; no reading of events while a run is being drawn."""
         self._reader: asyncio.Task[None] | None = None
         self._run_read: ReportedRun | None = None
         self._history, self._num_returns = History(()), 0
-        """The step history as read, and how often the run had returned to a commit by then."""
+        """The step history as read, and the number of the run's returns to a commit until then."""
         self._history_s, self._history_index = -HISTORY_S, -1
-        """The time of the last history read, by this process's monotonic clock, and the newest
-        event then."""
+        """The time of the last reading of the history, by this process's monotonic clock, and the
+        index of the newest event then."""
         self._drawn: OrderedDict[tuple[int, CurveView], Drawing] = OrderedDict()
         """The cached drawings, keyed by width and view."""
 
     async def drawing(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
-        """Return the drawing of the current run, from the events that can be read in time."""
+        """Return a drawing of the run as it is now, from the events that can be read in time."""
         key, asked_s = (width, view), time.monotonic()
         async with self._asking:
             drawing = self._drawn.get(key)
@@ -91,7 +91,7 @@ class RunBook:
             return drawing.text
 
     async def complete_drawing(self, width: int, draw: Draw) -> str:
-        """Return a drawing of all events of the run, however long reading takes."""
+        """Return a drawing of the run with all of its events, however long reading them takes."""
         async with self._asking:
             run = await self._read_on(None)
             async with self._taking:
@@ -103,12 +103,12 @@ class RunBook:
         return is_same and drawing.history is run.history
 
     async def shown(self, patience_s: float | None = None, view: CurveView = WHOLE) -> ReportedRun:
-        """Return the current run, for immediate use only. With a patience, it may lack events."""
+        """Return the run, for immediate use; after patience_s, even with some events unread."""
         async with self._asking:
             return await self._with_view(await self._read_on(patience_s), view)
 
     async def _with_view(self, run: ReportedRun, view: CurveView) -> ReportedRun:
-        """Return the run with a finer step history for the steps in view."""
+        """Return the run with a step history of the steps in view only, which is finer."""
         if not view.is_part:
             return run
         first, last = view.first_step, view.last_step
@@ -124,7 +124,7 @@ class RunBook:
             self._reader = None
 
     async def _read_on(self, patience_s: float | None) -> ReportedRun:
-        """Read on, for at most patience_s, and return the run with the events read so far."""
+        """Continue reading, for at most patience_s; return the run with the events read so far."""
         until_s = None if patience_s is None else time.monotonic() + patience_s
         status, before = await self.watch.status(), self._run_read
         if before is None or before.status.submitted_at_s != status.submitted_at_s:
@@ -147,7 +147,7 @@ class RunBook:
         return self._run_read
 
     def _read_events(self, course: RunCourse, status: RunStatus) -> None:
-        """Add events that are at hand, and keep a reader running while more exist."""
+        """Add the events that the watch has cached; if more exist, keep a task that reads them."""
         if self._reader is not None and self._reader.done():
             reader, self._reader = self._reader, None
             reader.result()
@@ -197,7 +197,7 @@ class RunBooks:
         self._books: OrderedDict[str, RunBook] = OrderedDict()
 
     def watch(self, run_id: str) -> RunWatch:
-        """Return the watch of a run, which may not exist. Raises InvalidInputError for an invalid
+        """Return the watch of a run, existing or not. Raises InvalidInputError for an invalid
         id."""
         return self._book(run_id).watch
 
@@ -210,14 +210,14 @@ class RunBooks:
         return await self._of(run_id, lambda book: book.drawing(width, draw, view))
 
     async def complete_drawing(self, run_id: str, width: int, draw: Draw) -> str:
-        """Return a run's drawing with all events. Raises NotFoundError for an unknown run."""
+        """Return a run's drawing with all its events. Raises NotFoundError for an unknown run."""
         return await self._of(run_id, lambda book: book.complete_drawing(width, draw))
 
     async def partial_runs(
         self, run_ids: Iterable[str], view: CurveView = WHOLE
     ) -> list[ReportedRun]:
-        """Return runs with the events that can be read in time. Raises NotFoundError for an unknown
-        run."""
+        """Return runs with the events read in time. Raises NotFoundError if a run does not
+        exist."""
         asked = (self._of(run_id, lambda book: book.shown(PATIENCE_S, view)) for run_id in run_ids)
         return list(await asyncio.gather(*asked))
 

@@ -49,7 +49,7 @@ _SAME_SITE: Final = ("same-origin", "none")
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """The listen address of the page, and the origins under which browsers reach it."""
+    """The address at which the page listens, and the origins under which browsers reach it."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class PageAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the host."""
+    """Return whether a host name or address can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -86,11 +86,11 @@ def address_of(
     behind_proxy: bool,
     names: Sequence[str] = (),
 ) -> PageAddress:
-    """Validate where the page is to be served, and return its address.
+    """Return the address of a page with these options, if they may be combined.
 
-    public_url: the address by which browsers reach it, if it is another. names: the hosts in its
-    certificate. Raises InvalidInputError: an address that other machines reach requires a token,
-    TLS of the page or of a proxy in front of it, and a name that browsers know.
+    public_url: the URL by which browsers reach the page, if it is another one. names: the hosts in
+    the page's certificate. Raises InvalidInputError: an address that other machines reach requires
+    a token, TLS of the page or of a proxy in front of it, and a name that browsers know.
     """
     if behind_proxy and not public_url:
         raise InvalidInputError.at("--behind-proxy", "needs --public-url, the proxy's own address")
@@ -137,11 +137,9 @@ def origin_of(url: str) -> str:
 
 
 def why_not(address: PageAddress, method: str, headers: Mapping[str, str]) -> str:
-    """Return why a request must be refused, whoever makes it; "" if it may pass.
-
-    The host must be ours, against foreign names that lead to this machine (DNS rebinding). A
-    request that changes something must come from our page.
-    """
+    """Return the reason why a request must be refused, whoever sends it; "" if it may pass. Its
+    host must be the page's, against foreign names that lead to this machine (DNS rebinding). A
+    request that changes something must come from the page itself."""
     host = headers.get("host", "")
     if host not in {origin.partition("://")[2] for origin in address.origins}:
         return "this page has another address"
@@ -227,8 +225,7 @@ class PageGate:
         self._has_ended = False
 
     def end(self) -> None:
-        """End all streams, which would never end by themselves, and answer requests that still
-        wait."""
+        """End all streams, which would never end by themselves, and answer all waiting requests."""
         self._has_ended = True
         for task in self._answering:
             task.cancel()

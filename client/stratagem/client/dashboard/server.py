@@ -22,7 +22,7 @@ from stratagem.common.identity.tls import certificates_in, names_of
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 PATIENCE_S: Final = 10.0
-"""The time for which a call waits for an absent coordinator; the banner reports it sooner."""
+"""The time for which a request waits for an absent coordinator; the banner reports it sooner."""
 BANNER_PATIENCE_S: Final = 2.0
 """The time for which the banner's status call waits for the coordinator."""
 DEFAULT_PORT: Final = 7080
@@ -46,7 +46,7 @@ class PageServer:
     """The web server of the dashboard, for one coordinator."""
 
     def __init__(self, options: PageOptions, coordinator: str, proof: Proof = PLAINTEXT) -> None:
-        """Prepare a page. Raises InvalidInputError if these options do not permit a page."""
+        """Prepare a page. Raises InvalidInputError if its options may not be combined."""
         try:
             host, port = split_address(options.listen)
         except ValueError as error:
@@ -85,7 +85,7 @@ class PageServer:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Context manager that serves the page from a thread. Raises UnavailableError."""
+        """Context manager that serves the page in a thread. Raises UnavailableError if it fails."""
         thread = threading.Thread(target=self.serve, name="page", daemon=True)
         thread.start()
         while not self._server.started and thread.is_alive():

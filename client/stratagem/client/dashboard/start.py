@@ -1,6 +1,6 @@
 """Start a page, for the command that serves one and beside other work.
 
-The imports for serving are made only if a page is wanted, because most commands serve none.
+What serving needs is imported only if a page is wanted, because most commands serve none.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Stream server-sent events to one browser tab: of one run or of all runs, with regular heartbeats.
+"""Stream server-sent events about one run, or all runs, to a browser tab, with regular heartbeats.
 
 Each tab is served at the pace at which it reads, and nothing is queued for it: a slow reader gets
-events of the past later, and of everything else the latest. A tab that reads nothing is cut off.
+all events, but later, and of everything else only the latest. A tab that reads nothing is cut off.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class TabStream:
             self._news.set()
 
     def _beats(self, watch: RunWatch | RunsWatch) -> Iterator[bytes]:
-        """Yield a heartbeat with the coordinator's state, or the page's own failure, if that
+        """Yield a heartbeat, with the state of the coordinator or the failure of the page, if that
         changed or a heartbeat is due."""
         trouble = watch.subscription.trouble or self._coordinator.subscription.trouble
         state = CoordinatorHealth("broken", trouble) if trouble else self._coordinator.state

@@ -52,7 +52,7 @@ BETWEEN: Final = 54
 
 @dataclass(frozen=True, slots=True)
 class CurveView:
-    """The view options of a page: range of steps, columns and scale of its pictures."""
+    """The viewer's options for a page: range of steps, scale, and columns of its pictures."""
 
     first_step: int = 1
     last_step: int | None = None
@@ -68,11 +68,11 @@ class CurveView:
 
     @property
     def is_part(self) -> bool:
-        """Return whether the view leaves out some steps."""
+        """Return whether the view may leave out steps."""
         return self.first_step > 1 or self.last_step is not None
 
     def steps(self, reached: int) -> tuple[float, float] | None:
-        """Return (first, last) of the steps in view, if runs have reached a step; None for all."""
+        """Return (first, last) of the steps in view, given the runs' last step; None for all."""
         if not self.is_part:
             return None
         last = max(reached, 1) if self.last_step is None else self.last_step

@@ -29,7 +29,7 @@ from stratagem.common.base.errors import (
 # The coordinator is asked for its health at intervals, for the banner of the page.
 
 ASK_PAUSE_S: Final = 2.0
-"""The time between two health checks of the coordinator."""
+"""The time between two checks of whether the coordinator answers."""
 ANSWER_S: Final = 5.0
 """The time without an answer after which the coordinator counts as away."""
 
@@ -39,14 +39,12 @@ class CoordinatorHealth:
     """The coordinator's state as the page's banner shows it."""
 
     state: str = "connecting"
-    """One of live, away, standby, denied, version, connecting, or broken (the page itself has
-    failed)."""
+    """One of live, away, standby, denied, version, connecting, or broken (the page has failed)."""
     why: str = ""
 
 
 class CoordinatorWatch:
-    """A task that regularly checks whether the coordinator answers, and notifies tabs of
-    changes."""
+    """A task that keeps checking whether the coordinator answers, and tells tabs of changes."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
@@ -92,7 +90,7 @@ class CoordinatorWatch:
 
 
 def state_of(error: StratagemError) -> str:
-    """Return the banner's state for a call that failed with this error."""
+    """Return the state that the banner shows after a call that failed with this error."""
     match error:
         case StandbyError():
             return "standby"
@@ -110,7 +108,7 @@ def state_of(error: StratagemError) -> str:
 # status.
 
 KEPT: Final = 500
-"""The number of events cached for tabs; a tab that is further behind reads by itself."""
+"""The number of events cached for tabs; for a tab further behind, older events are read again."""
 PROGRESS_S: Final = 0.25
 """The shortest time between two progress messages."""
 STATUS_S: Final = 2.0
@@ -120,21 +118,20 @@ STATUS_PAUSE_S: Final = 0.5
 
 
 class RunWatch:
-    """The events and progress of one run as messages; the run is followed while a tab shows it."""
+    """The events and progress of one run as messages for tabs; followed while a tab shows it."""
 
     def __init__(self, run: AsyncRun) -> None:
         self.run = run
         self.is_ready = False
-        """The number of events is known, so streams may begin."""
+        """The number of the run's events is known, so streams to tabs may begin."""
         self.next = 0
         """The index of the next expected event."""
         self.progress, self.num_progress = b"", 0
-        """The latest progress message, empty if none applies now, and the number of messages so
-        far."""
+        """The latest progress message, empty if none applies now; the number of messages so far."""
         self.ended_at = -1
-        """The index after the run's last event; -1 while it has not ended."""
+        """The index after the run's last event; -1 while the run has not ended."""
         self.gone = b""
-        """The message for tabs that the run does not exist; empty if it does."""
+        """The message that tells tabs that the run does not exist; empty if it does."""
         self._recent: deque[tuple[Event, bytes]] = deque()
         self.subscription = Subscription(
             f"run {run.run_id}", self._follow, self._begin, self._forget_progress
@@ -195,7 +192,7 @@ class RunWatch:
         return True
 
     async def _follow_to_the_end(self) -> None:
-        """Follow the run to its end, then wait until it continues."""
+        """Follow the run to its end, then wait until somebody resumes it."""
         newest = (await self.run.status()).event_index
         if not self.is_ready or newest + 1 < self.next:  # smaller: another run has this name
             self._recent.clear()
@@ -256,7 +253,7 @@ MAX_DELETED: Final = 1000
 
 @dataclass(slots=True)
 class SentRuns:
-    """How far one tab has been sent the changes of runs."""
+    """The position of one tab in the changes of the list of runs: what it has been sent."""
 
     generation: int = -1
     num_changes: int = 0
@@ -264,7 +261,7 @@ class SentRuns:
 
 
 class RunsWatch:
-    """The list of all runs and its changes as messages; followed while a tab shows it."""
+    """The list of all runs and its changes as messages for tabs; followed while a tab shows it."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -328,7 +325,7 @@ class RunsWatch:
         self.subscription.notify()
 
     def _begin(self) -> None:
-        """Drop all runs, because the coordinator lists them again."""
+        """Forget all runs, because the coordinator is about to list them again."""
         self._runs.clear()
         self._generation += 1
         self._num_changes, self._is_complete = 0, False
@@ -351,7 +348,7 @@ def nothing() -> None:
 
 
 class Subscription:
-    """A stream that one task follows while it has users, and follows again after any failure."""
+    """A stream that one task follows while there are users, and again after any failure."""
 
     def __init__(
         self,
@@ -360,9 +357,9 @@ class Subscription:
         begin: Callable[[], None] = nothing,
         end: Callable[[], None] = nothing,
     ) -> None:
-        """Begin without users. what: its name in the log. follow: returns True to be called again,
-        False if there is nothing more to follow. begin, end: called before the first user comes,
-        and after the last has left."""
+        """Begin without users. what: a name for the log. follow: follows the stream; returns True
+        to be called again, False if there is nothing more to follow. begin, end: called before the
+        first user comes, and after the last has left."""
         self._what, self._follow, self._begin, self._end = what, follow, begin, end
         self._readers: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -375,7 +372,7 @@ class Subscription:
 
     @property
     def trouble(self) -> str:
-        """Return the latest unexpected failure while tabs are to be told of it; "" otherwise."""
+        """Return the latest unexpected failure as long as tabs are to be told of it; else ""."""
         return self._why if time.monotonic() - self._failed_s < TROUBLE_S else ""
 
     @contextmanager

@@ -34,7 +34,7 @@ METRICS_PORT: Final = 9100
 """The metrics port of a pod's first worker; the component `metrics` opens it to Prometheus."""
 MAX_PER_POD: Final = 16
 START_APART_S: Final = 60
-"""The initial delay of the liveness probe, for workers that start later than others."""
+"""The initial delay of the liveness probe, as a pod's workers do not start together."""
 GRACE_S: Final = 60
 DRAIN_GRACE_S: Final = 45
 MAX_NAME: Final = 50
@@ -65,11 +65,11 @@ class PodShape:
     """The name of the secret that holds ca.crt, pool-POOL.crt and pool-POOL.key."""
     pool: str | None
     metrics: bool
-    """Each worker serves metrics for Prometheus."""
+    """Let each worker serve metrics for Prometheus."""
     node_labels: tuple[str, ...] = ()
     """The labels that nodes must have, as KEY=VALUE."""
     job_name: str | None = None
-    """The name of the Job, by default that of the run; a second kind of node needs another."""
+    """The name of the Job, by default the run's; workers on a second kind of node need another."""
 
 
 def template(launch: WorkerLaunch, shape: PodShape) -> Object:
@@ -78,7 +78,7 @@ def template(launch: WorkerLaunch, shape: PodShape) -> Object:
 
 
 def labels_of(launch: WorkerLaunch) -> Object:
-    """Return the labels of a run's pods and Jobs."""
+    """Return the labels of the pods and Jobs of a launch's run."""
     return {
         "app.kubernetes.io/name": "stratagem",
         "app.kubernetes.io/component": "launched-worker",
@@ -97,9 +97,9 @@ def name_of(run_id: str) -> str:
 
 
 def _about(launch: WorkerLaunch, shape: PodShape) -> Object:
-    """Return the metadata of the pods, with Prometheus' annotations if a pod has one worker.
+    """Return the metadata of a pod, with Prometheus' annotations if it has one worker.
 
-    The annotations have room for one port: of a pod with several workers, some would be missed.
+    The annotations have room for one port, so of several workers all but one would be missed.
     """
     about: Object = {"labels": labels_of(launch)}
     if shape.metrics and shape.per_pod == 1:
@@ -186,7 +186,7 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
 
 
 def _options(shape: PodShape, number: int) -> list[str]:
-    """Return the options of the pod's worker `number` that depend on the pod."""
+    """Return the command-line options of worker `number` of a pod that depend on the pod."""
     words = [
         f"--name=$(POD_NAME)-{number}" if number else "--name=$(POD_NAME)",
         f"--listen=$(POD_IP):{PORT + number}",
@@ -208,11 +208,11 @@ def _options(shape: PodShape, number: int) -> list[str]:
 
 
 def _all_alive(num_workers: int) -> Object:
-    """Return a liveness probe that fails if any worker of the pod is dead.
+    """Return a liveness probe that fails in each container if any worker of the pod is dead.
 
-    A pod is replaced only when all of its containers have ended. The place of a dead worker would
-    stay empty while the others live, so they leave too. The delay allows for workers that start
-    later than others.
+    A pod is replaced only when all of its containers have ended. Without the probe, the place of a
+    dead worker would stay empty while the others live. The delay allows for workers that start
+    later.
     """
     addresses = [f"$POD_IP:{HEALTH_PORT + number}" for number in range(num_workers)]
     command = ["python", "-m", "stratagem.common.health", *addresses]
@@ -265,9 +265,9 @@ HEAD: Final = """\
 
 
 def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
-    """Return the Job's manifest. Raises InvalidInputError for workers that do not fill their pods,
-    for names and labels that Kubernetes would refuse, and for a network without certificates that
-    was not allowed."""
+    """Return the Job's manifest. Raises InvalidInputError for a number of workers that does not
+    fill the last pod, for names and labels that Kubernetes would refuse, and for connections
+    without certificates unless these were allowed."""
     _check(launch, shape)
     num_pods = launch.num_workers // shape.per_pod
     name = shape.job_name or name_of(launch.run_id)
@@ -348,7 +348,7 @@ def _check(launch: WorkerLaunch, shape: PodShape) -> None:
 
 
 def _check_names(shape: PodShape) -> None:
-    """Raise InvalidInputError for names that Kubernetes would refuse only after submission."""
+    """Raise InvalidInputError for names that Kubernetes would refuse, but only after submission."""
     in_words = "of a-z, 0-9, and - between them"
     names = (
         ("--namespace", shape.namespace, _SPACE, f"1 to 63 {in_words}"),

@@ -1,6 +1,5 @@
-"""Programs that start the workers of one run on many machines: a batch script for Slurm, which
-requeues it when it is preempted, and a Python program for Ray.
-"""
+"""Write the programs that start the workers of one run on many machines: a batch script for Slurm,
+which requeues it when it is preempted, and a Python program for Ray."""
 
 import shlex
 import signal
@@ -13,7 +12,7 @@ from stratagem.common.process.process_exit import PREEMPTED
 # ---- Slurm ----
 
 GRACE_S: Final = 60
-"""The seconds before a job's time limit at which Slurm sends the signal to commit and exit."""
+"""The seconds before the Slurm job's time limit at which workers are told to commit and exit."""
 
 SBATCH: Final = SiteProgram("sbatch", "run this on a machine with Slurm's commands")
 
@@ -167,7 +166,7 @@ if __name__ == "__main__":
 
 
 def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
-    """Return the Ray program. cpus, gpus: per worker. host: the coordinator's."""
+    """Return the Ray program. cpus, gpus: of each worker. host: the host of the coordinator."""
     words = launch.command_of("env")
     for name in ("--threads", "--max-readers"):  # Ray binds no process to its cores
         if not any(word.partition("=")[0] == name for word in words):

@@ -1,4 +1,4 @@
-"""Describe the workers that an engine is to start for a run: their number, and the command of each.
+"""Describe the workers that an engine is to start for a run: how many, by which command line.
 
 A launcher keeps no state: the run belongs to the coordinator, the processes to the engine.
 """
@@ -28,16 +28,16 @@ OF_THE_LAUNCHER: Final = ("--rendezvous", "--coordinator", "--for-run", "--name"
 
 @dataclass(frozen=True, slots=True)
 class WorkerLaunch:
-    """The description of a number of equal workers to start for a run."""
+    """A description of equal workers to start for a run: their number and their command line."""
 
     run_id: RunId
     coordinator: str
     num_workers: int
     command: tuple[str, ...]
-    """The command line of one worker, without the launcher option."""
+    """The command line of one worker, without the option that names the launcher."""
 
     def command_of(self, launcher: str) -> tuple[str, ...]:
-        """Return the command line of a worker that this launcher starts."""
+        """Return the command line of a worker that is started by this launcher, such as "slurm"."""
         return (*self.command, "--rendezvous", launcher)
 
 
@@ -62,8 +62,9 @@ def launch_of(
     unless the options have `--allow`.
 
     python: the path of the interpreter on the nodes. folders: the paths of the user's modules
-    there. options: of each worker. Raises InvalidInputError for options that a worker does not have
-    or that the launch sets, and for a job with code that no option accepts.
+    there. options: further options of each worker. Raises InvalidInputError for options that a
+    worker does not have or that the launch sets, and for a job that brings code if no option
+    accepts code.
     """
     for name in OF_THE_LAUNCHER:
         if name in {option.partition("=")[0] for option in options}:
@@ -97,7 +98,7 @@ FLAGS: Final = frozenset(
         *("--open-files", "--signed-states", "--tunnel"),
     }
 )
-"""Worker options without a value, each also available as --no-..."""
+"""Worker options without a value; each also has a negative form, --no-..."""
 INTEGERS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("--health-port", "--max-blob-memory-bytes", "--max-readers"), 0),
     **dict.fromkeys(("--max-calls", "--max-early-bytes", "--max-sessions", "--max-uploads"), 1),
@@ -138,8 +139,8 @@ _FIELD: Final = "--worker"
 
 
 def names_of(words: Sequence[str]) -> frozenset[str]:
-    """Return the names of worker options in a command line. Raises InvalidInputError for those that
-    a worker would refuse."""
+    """Return the names of the worker options in a command line. Raises InvalidInputError for
+    options that a worker would refuse."""
     names, rest = set[str](), iter(words)
     for word in rest:
         name, has_value, value = word.partition("=")
@@ -160,7 +161,7 @@ def names_of(words: Sequence[str]) -> frozenset[str]:
 
 
 def _why_not(name: str, value: str, *, has_value: bool) -> str:
-    """Describe the values that an option allows, if the given value is wrong; "" if it is right."""
+    """Return a description of the values that an option allows; "" if the given value is one."""
     if name in _WITHOUT_VALUE:
         return "no value" if has_value else ""
     if name in INTEGERS:
@@ -192,11 +193,11 @@ def _is_time(text: str) -> bool:
 
 @contextmanager
 def submitted_run(client: Client, job: JobSpec, run_id: RunId, job_path: Path) -> Iterator[None]:
-    """Context manager that submits the run, for a block that submits its workers.
+    """Context manager that submits the run; its block submits the workers.
 
-    If the block fails or is interrupted, the run is stopped, unless it existed before with workers
-    of its own. The error or the KeyboardInterrupt says what happened to the run. Workers that the
-    engine still takes after an interrupt leave a run that was stopped.
+    If the block fails or is interrupted, the run is stopped, unless it existed before and has
+    workers. The error or the KeyboardInterrupt says what happened to the run. Workers that the
+    engine still starts after an interrupt find that the run was stopped, and leave.
     """
     how = f"`stratagem stop {run_id} --coordinator {client.address}` stops it"
     try:
@@ -212,8 +213,8 @@ def submitted_run(client: Client, job: JobSpec, run_id: RunId, job_path: Path) -
 
 
 def _without_workers(handle: RunHandle, how: str) -> str:
-    """Stop a run whose workers could not be submitted, and return what happened to it. how: the
-    command that stops it."""
+    """Stop a run whose workers could not be submitted, and return a text on what happened to it.
+    how: a text with the command that stops it."""
     if not handle.created:
         return f"run {handle.run_id}, which was there before, goes on"
     try:
@@ -243,7 +244,7 @@ def check_options(options: Iterable[str], program: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SiteProgram:
-    """A command-line program of a site that accepts jobs, such as sbatch."""
+    """A command-line program that submits jobs at the user's site, such as sbatch."""
 
     name: str
     advice: str
@@ -256,7 +257,7 @@ class SiteProgram:
 
     def answer(self, *arguments: str) -> str:
         """Run the program and return its output. Raises UnavailableError if the program is missing,
-        silent, or refuses."""
+        does not answer, or refuses."""
         try:
             done = subprocess.run(
                 [self.name, *arguments],

@@ -51,11 +51,8 @@ def local_names(num_workers: int) -> tuple[str, ...]:
 
 def threads_each(asked: int | None, environ: Mapping[str, str] = os.environ) -> ThreadChoice:
     """Return the number of threads per worker of a local cluster: the requested number, else that
-    of the environment, else one.
-
-    One thread is independent of the cores and of the number of workers, and so are the bits of a
-    run; several make a step of a small model no faster.
-    """
+    of the environment, else one. The bits of a run depend on this number, and one suits every
+    machine and number of workers; more threads do not speed up the steps of a small model."""
     if asked is not None:
         return ThreadChoice(asked)
     return threads_told(environ) or ThreadChoice(1, "--threads T for a large model")
@@ -71,16 +68,17 @@ class LocalCluster:
     allow: Sequence[str] = ("*:*",)
     """The entry points (`module:name`, with wildcards) that jobs may name."""
     allow_code: str = "any"
-    """The code that jobs may bring, as for `stratagem worker --allow-code`."""
+    """The policy for code that jobs bring along, as for `stratagem worker --allow-code`."""
     import_path: Sequence[Path] = ()
     """The folders from which the workers import the user's modules."""
     data_root: Sequence[Path] = (Path("/"),)
-    """The folders from which jobs may read `data.path`; any, because the jobs are the caller's."""
+    """The folders from which jobs may read `data.path`; any, as the jobs are the caller's own."""
     threads: int | None = None
     """The number of threads per worker; None for the default of `threads_each`."""
     listen: str = "127.0.0.1:0"
     failpoints: bool = False
-    """Give each process the failpoint folder data_dir/failpoints/<process name>; for tests."""
+    """Let tests kill each process at named places in its code ("failpoints"), by files in the
+    folder data_dir/failpoints/<process name>."""
     environment: Mapping[str, str] = field(default_factory=dict)
     worker_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further command-line arguments, keyed by worker name, such as {"worker-0": ["--tags",
@@ -97,7 +95,7 @@ class LocalCluster:
     _temporary: OwnFolder | None = field(init=False, default=None)
     """The temporary data folder, if no data_dir is given."""
     _owner: int = field(init=False, default=0)
-    """The id of the process that started the cluster; a fork of it must not end the cluster."""
+    """The id of the process that started the cluster, as a fork of it must not end the cluster."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -183,7 +181,7 @@ class LocalCluster:
         self._running().kill(name, signum)
 
     def failpoint_file(self, process: str, failpoint: str) -> Path:
-        """Return the file that arms a failpoint of a process; it holds the hits to let pass."""
+        """Return the file that arms a failpoint of a process; it says how many hits to let pass."""
         return self._folder / "failpoints" / process / failpoint
 
     def log_tail(self, process: str) -> str:
@@ -318,7 +316,7 @@ class LocalRun:
     tags: tuple[str, ...] = ()
     allow_code: str = "none"
     threads: int | None = None
-    """The number of threads per worker, which stays when the number of workers changes, because the
+    """The number of threads per worker. It stays when the number of workers changes, because the
     bits depend on it. None: the run was begun with 0.2.0, which did not record it."""
 
     def save(self, data_dir: Path, run_id: str) -> None:
@@ -337,8 +335,8 @@ class LocalRun:
         return cls(**{**document, **lists})
 
     def threads_of(self, num_workers: int) -> ThreadChoice:
-        """Return the threads per worker for a continued run; for one of 0.2.0, the cores that this
-        process is bound to, divided among the workers, as that version did."""
+        """Return the threads per worker with which a run continues. For a run of version 0.2.0 it
+        is what that version used: this process's cores divided among the workers."""
         number = self.threads or max(1, bound_cores() // num_workers)
         return ThreadChoice(number, "as it began")
 

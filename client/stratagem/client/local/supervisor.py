@@ -36,12 +36,12 @@ TAIL_BYTES: Final = 4000
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The description of a child process: its name, command line, files and dependencies."""
+    """A child process to run: its name, command line, files, and the processes it depends on."""
 
     name: str
     argv: Callable[[Mapping[str, str]], Sequence[str]]
-    """A function that returns the command line, given the addresses of the processes that were
-    ready.
+    """A function that returns the command line, given the addresses, by name, of the processes that
+    have been ready.
 
     Addresses that the process needs may be missing: it reads them from its standard input.
     """
@@ -50,8 +50,8 @@ class Command:
     environment: Mapping[str, str]
     needs: tuple[str, ...] = ()
     exit_variable: str = ""
-    """The environment variable that tells a restarted process how its predecessor ended, as
-    PID:STATUS or PID:stopped; empty: none."""
+    """The environment variable by which a restarted process learns how its predecessor ended, as
+    PID:STATUS or PID:stopped; empty if it is not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,9 @@ log = structlog.get_logger(__name__)
 BOOT_TICK_S: Final = 0.02
 """The polling interval for the ready file of a starting process."""
 BLIND_TICK_S: Final = 0.2
-"""The polling interval for a process whose end gives no event, as on other systems."""
+"""The polling interval for a process whose end causes no event, as on systems other than Linux."""
 STABLE_S: Final = 10.0
-"""The lifetime after which a process's end does not count as quick."""
+"""The time after which the end of a process does not count as quick."""
 FREE_RESTARTS: Final = 2
 MAX_DELAY_S: Final = 5.0
 KILLED_BY_FAILPOINT: Final = 137
@@ -131,12 +131,12 @@ class _Child:
     log_begin: int = 0
     """The offset in the log file at which the current process began."""
     last_log: tuple[int, int] = (0, 0)
-    """The byte range in the log file of the process that ended last; the next process appends."""
+    """The byte range of the previous process in the log file, to which the next one appends."""
     last_exit: int | None = None
     last_words: str = ""
-    """The way in which the last process ended, as Command.exit_variable passes it on."""
+    """A text on how the previous process ended, passed on in Command.exit_variable."""
     is_ordered: bool = False
-    """The user of this supervisor has sent the current process a signal."""
+    """The process has been sent a signal through this supervisor, so its end is expected."""
     problem: str = ""
     """The reason why the last attempt to start or watch the process failed."""
     started_s: float = 0.0
@@ -145,7 +145,7 @@ class _Child:
 
 @dataclass(slots=True)
 class ProcessSupervisor:
-    """A thread that keeps child processes running; a condition guards all state."""
+    """A thread that keeps child processes running; one condition variable guards all state."""
 
     commands: Sequence[Command]
     grace_s: float = 5.0
@@ -169,7 +169,7 @@ class ProcessSupervisor:
         self._thread.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every process is ready. Raises an error that quotes the log if one fails to
+        """Wait until every process is ready. Raises an error, quoting the log, if one cannot
         start."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -252,7 +252,7 @@ class ProcessSupervisor:
             self._stop_all()
 
     def _try_to_look_after(self, child: _Child) -> None:
-        """Check on one process and act; a failure, such as a full disk, is retried later and
+        """Check on one process and act. A failure, such as a full disk, is retried later and
         affects no other process."""
         try:
             self._look_after(child)
@@ -296,7 +296,7 @@ class ProcessSupervisor:
             pipe.write(text.encode())
 
     def _spawn(self, child: _Child) -> None:
-        """Start a process, and record it at once, so that it is not lost if the next step fails."""
+        """Start a process, and record it at once, so that it is not lost if a later line fails."""
         command = child.command
         command.ready_file.unlink(missing_ok=True)
         argv = command.argv(self._addresses)
@@ -423,7 +423,7 @@ class ProcessSupervisor:
 
 
 def _restart_delay_s(num_quick_ends: int) -> float:
-    """Return the backoff before a restart: none for the first ones, then 0.2 s to MAX_DELAY_S."""
+    """Return the pause before a restart: none for the first ones, then 0.2 s to MAX_DELAY_S."""
     if num_quick_ends <= FREE_RESTARTS:
         return 0.0
     return min(MAX_DELAY_S, 0.1 * 2.0 ** min(num_quick_ends - FREE_RESTARTS, 16))

@@ -11,7 +11,7 @@ from stratagem.client.pictures.svg import SMALL, element, escaped, label, width_
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear or logarithmic scale that maps values to pixels; start may be above end."""
+    """A linear or logarithmic scale from values to pixels; `start` is above `end` on a y axis."""
 
     low: float
     high: float
@@ -50,8 +50,8 @@ MIN_VALUES = 16
 
 
 def usual_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of a series without outliers, widened by its own length on both sides;
-    infinite if no value lies far outside."""
+    """Return the range of a series without its outliers, widened by its length on both sides;
+    infinite if no value lies far from the others."""
     finite = sorted(filter(math.isfinite, values))
     if len(finite) < MIN_VALUES:
         return -math.inf, math.inf
@@ -64,7 +64,7 @@ def usual_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def axis_of(values: Iterable[float], start: float, end: float, *, log: bool = False) -> Axis:
-    """Return a scale that shows all finite values, with room above and below."""
+    """Return a scale that shows all finite values, with a margin above and below."""
     finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
     if not finite:
         return Axis(1.0 if log else 0.0, 10.0 if log else 1.0, start, end, log)
@@ -158,7 +158,7 @@ def time_steps(high: float, count: int) -> list[float]:
 # ---- Frame ----
 
 EDGE = 14
-"""The pixels to the right of a plot into which its last axis label may reach."""
+"""The pixels beyond the right edge of a plot into which its last axis label may reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,8 @@ def x_values(
     name: str = "",
     form: Callable[[float], str] = short,
 ) -> Iterable[str]:
-    """Yield the horizontal axis's labels and name; below the box they take `below(name)` pixels."""
+    """Yield a horizontal axis, its labels and name, which need `below(name)` pixels below the
+    box."""
     yield element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, stroke="muted")
     for value in values:
         x, text = axis(value), form(value)
@@ -203,12 +204,12 @@ def x_values(
 
 
 def below(name: str) -> int:
-    """Return the height in pixels of the horizontal axis's labels and name."""
+    """Return the pixels that the labels and the name of a horizontal axis need below the plot."""
     return 38 if name else 24
 
 
 def legend(entries: Sequence[tuple[str, str]], left_x: float, width: float) -> tuple[str, int]:
-    """Draw a legend; return its SVG and height. entries: (sign as SVG around (0, 0), name)."""
+    """Draw a legend; return its SVG and height. entries: (sign, as SVG around (0, 0), and name)."""
     x, y, parts = left_x, 14.0, list[str]()
     for sign, name in entries:
         room = 16 + width_of(name) + 14

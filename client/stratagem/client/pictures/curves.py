@@ -42,7 +42,7 @@ from stratagem.client.pictures.svg import (
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series to draw. A row stands for the steps after the previous row, up to its own step."""
+    """One series to draw. A row stands for all steps after the previous row, up to its own step."""
 
     name: str
     step: Sequence[float]
@@ -51,11 +51,11 @@ class Line:
     """The minimum of each row; as long as `step`, or empty if each row is one value."""
     high: Sequence[float] = ()
     provisional_from: float = math.inf
-    """The step after which rows may still change and are drawn paler."""
+    """The step after which rows may still change, so they are drawn paler."""
     dots: bool = False
     """Draw each value as a dot on a thin line, because there are few values."""
     colour: int | None = None
-    """The index of the series colour; by default the line's index in its frame."""
+    """The index of the series colour; by default the index of the line in its picture."""
 
 
 def cut(line: Line, first: float, last: float) -> Line:
@@ -67,7 +67,7 @@ def cut(line: Line, first: float, last: float) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The values to draw for one row, or for several rows merged into one pixel column."""
+    """The values to draw for one row of a line, or for rows merged into one pixel column."""
 
     step: float
     last: float
@@ -83,7 +83,7 @@ def rows_of(line: Line) -> list[Row]:
 
 
 def merge_rows(rows: Sequence[Row], x: Axis, pixels: int = 1) -> list[Row]:
-    """Merge the rows that fall into the same column of `pixels` pixels."""
+    """Merge the rows whose steps fall into the same column, `pixels` pixels wide."""
     merged: list[Row] = []
     column, was_finite = -1, False
     for row in rows:
@@ -181,7 +181,7 @@ def curve(  # noqa: PLR0913  (the options of a curve)
 
 
 def _shown_values(rows: Sequence[Sequence[Row]], *, log: bool) -> Iterator[float]:
-    """Yield the values that determine the vertical scale, with outliers of a line clipped."""
+    """Yield the values that the vertical scale must cover; outliers of a line are clipped."""
     for of_line in rows:
         ends = (-math.inf, math.inf) if log else usual_range([row.last for row in of_line])
         for row in of_line:
@@ -242,8 +242,8 @@ def _drawn(line: Line, rows: Sequence[Row], colour: str, x: Axis, y: Axis) -> It
 
 
 def _stretches(rows: Sequence[Row], y: Axis, provisional_from: float) -> Iterator[list[Row]]:
-    """Yield the unbroken parts of a line: it breaks at values that cannot be shown, and where
-    provisional rows begin."""
+    """Yield the parts of a line to draw without a break: it breaks at values that the scale cannot
+    show, and where provisional rows begin."""
     stretch: list[Row] = []
     for row in rows:
         if math.isfinite(row.last) and (row.last > 0 or not y.log):
@@ -270,7 +270,7 @@ def _not_finite(rows: Sequence[Row], x: Axis, box: Box) -> Iterator[str]:
 
 
 def _outliers(line: Line, rows: Sequence[Row], colour: str, x: Axis, y: Axis) -> Iterator[str]:
-    """Yield signs at the edge for values beyond the scale; close ones share a sign."""
+    """Yield signs at the plot's edge for values beyond the scale; close ones share a sign."""
     last_at = {True: -math.inf, False: -math.inf}
     for row in rows:
         for value, above in ((row.high, True), (row.low, False)):
@@ -327,8 +327,8 @@ def _words(
 
 
 def _table(lines: Sequence[Line], rows: Sequence[Sequence[Row]], unit: str) -> NumberTable:
-    """Return the table of numbers of all lines, with rows merged until there are few; minimum and
-    maximum are kept."""
+    """Return the numbers of all lines as a table, with rows merged until they are few, which keeps
+    their minimum and maximum."""
     columns = MAX_TABLE_ROWS - 1
     few = [merge_rows(of_line, Axis(*_span(of_line, ()), 0, columns)) for of_line in rows]
     has_band = any(row.high > row.low for of_line in few for row in of_line)

@@ -47,12 +47,12 @@ STATES = {
     "excused": ("muted", "–", "1 3"),
     "": ("grid", "", None),
 }
-"""For each client state, the colour, sign and dash pattern in the grid; "": not yet in a round."""
+"""The colour, sign and dash pattern of each client state in the grid; "": not yet in a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCell:
-    """One client's cell in the grid."""
+    """One client's square in the grid, with the values for its tooltip."""
 
     name: str
     state: str
@@ -61,7 +61,7 @@ class ClientCell:
     text: str = ""
     """Further text in the tooltip, such as the worker or the reason of a rejection."""
     benched_until: str = ""
-    """The first round in which a benched client may take part again; None if it is not benched."""
+    """The first round in which a benched client may take part again; empty if it is not benched."""
 
 
 def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) -> Picture:
@@ -94,7 +94,7 @@ def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) ->
 
 
 def _table(cells: Sequence[ClientCell]) -> NumberTable:
-    """Return the grid's numbers as a table, with a column for benches if a client is benched."""
+    """Return the grid's values as a table, with a column for benches if any client is benched."""
     has_bench = any(cell.benched_until for cell in cells)
     heads = (
         "client",
@@ -118,7 +118,7 @@ def _table(cells: Sequence[ClientCell]) -> NumberTable:
 
 
 def _size(count: int, width: int) -> float:
-    """Return the side length of a cell, which depends on the number of clients."""
+    """Return the side length of a client's square, which depends on the number of clients."""
     return next((s for s in (64.0, 48.0, 34.0, 24.0) if count * s * s <= width * 300), 14.0)
 
 
@@ -265,7 +265,7 @@ class _Column:
     counts: dict[str, float]
     """The mean number of clients in each state."""
     num_needed: int | None
-    """The maximum over the rounds; this holds for the following fields, too."""
+    """The maximum over the column's rounds, as in the fields below."""
     seconds: float | None
     deadline: float | None
 
@@ -379,7 +379,7 @@ def histogram(
     width: int = 360,
     height: int = 194,
 ) -> Picture:
-    """Draw a histogram of the finite values. name: of the values, for the axis."""
+    """Draw a histogram of the finite values. name: the values' name, for the axis."""
     numbers = np.asarray(values, np.float64)  # there may be millions
     finite = np.sort(numbers[np.isfinite(numbers)])
     edges = _edges(finite)

@@ -1,4 +1,4 @@
-"""Draw lanes of bars over time: time lines, members and decisions."""
+"""Draw lanes (horizontal rows) of bars over time: time lines, members of a run, and decisions."""
 
 import math
 from collections import defaultdict
@@ -37,22 +37,22 @@ from stratagem.client.pictures.svg import (
 
 LANE_HEIGHT = 24
 MAX_LANES_HEIGHT = 720
-"""The largest height of all lanes in pixels; with more than 30, lanes become lower."""
+"""The largest height of all lanes in pixels; with more than 30 lanes, each becomes lower."""
 MIN_LANE_HEIGHT = 2.0
 MAX_ROWS = 1000
-"""The largest number of rows in a picture; if there are more lanes, several share a row."""
+"""The largest number of lanes in a picture; if there are more, several are merged into one."""
 MIN_NAME_HEIGHT = 13.0
 MAX_NAME = 150.0
 MAX_BARS = 400
-"""The number of bars up to which each is an SVG element of its own, for fast browsers."""
+"""The number of bars up to which each bar is a separate SVG element; more would slow browsers."""
 THIN_PIXELS = 2
-"""The width of a thin bar. If there are more than MAX_BARS, bars of up to twice this width share
-one element in each lane and colour, and those in one column of this width are merged."""
+"""The width in pixels of a column of thin bars. With more than MAX_BARS bars, those up to twice as
+wide share one SVG element per lane and colour, and those in one column are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A time interval in a lane; a mark if it has no length."""
+    """A time interval to draw in a lane, or an instant if it has no length."""
 
     lane: int
     start: float
@@ -68,8 +68,8 @@ class Bar:
 
 
 def merge_bars(bars: Sequence[Bar], x: Axis) -> list[Bar]:
-    """Merge bars of one lane and colour that are too narrow and close to be told apart, to at most
-    one per pixel column."""
+    """Merge bars of one lane and colour that are too narrow and close to be told apart, so that at
+    most one per pixel column is left."""
     pixel = (x.high - x.low) / (x.end - x.start)
     open_: dict[tuple[int, str], Bar] = {}
     done: list[Bar] = []
@@ -97,8 +97,8 @@ def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
 
 
 def _split_thin(bars: Sequence[Bar], x: Axis) -> tuple[list[Bar], list[list[Bar]]]:
-    """Split bars into those drawn alone and, if there are very many, groups of thin ones of the
-    same lane and colour."""
+    """Split bars into those that are drawn alone and groups of one lane and colour that share an
+    SVG element: thin bars, if there are more than MAX_BARS in all."""
     wide: list[Bar] = []
     thin: dict[tuple[int, str], list[Bar]] = {}
     for bar in bars:
@@ -136,8 +136,8 @@ def lanes(
     form: Callable[[float], str] = duration,
     unit: str = "",
 ) -> tuple[str, int]:
-    """Draw one lane per name; return the SVG content and the height. end: of the time axis, which
-    begins at 0."""
+    """Draw one lane per name; return the SVG content and its height. end: the last time on the
+    axis, which begins at 0."""
     names, bars = _in_rows(names, bars)
     room = min(max((width_of(name) for name in names), default=0) + 16, MAX_NAME, width * 0.3)
     legend_text, top = legend(signs, 8, width)
@@ -157,7 +157,7 @@ def lanes(
 
 
 def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], Sequence[Bar]]:
-    """Merge lanes until there are at most MAX_ROWS; a merged lane is named after its first lane."""
+    """Merge lanes until there are at most MAX_ROWS; each has the name of the first lane in it."""
     num_lanes = len(names)
     if num_lanes <= MAX_ROWS:
         return names, bars
@@ -169,8 +169,8 @@ def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], 
 
 
 def _names(names: Sequence[str], box: Box, high: float) -> Iterator[str]:
-    """Yield a line for each lane, and the names that have room. A lane with an empty name continues
-    the one above."""
+    """Yield the SVG of the lanes' labels: a centre line per lane, and the lane's name where it
+    fits. A lane without a name continues the lane above it."""
     free = -math.inf
     for at, name in enumerate(names):
         middle = box.top + high * (at + 0.5)
@@ -204,18 +204,18 @@ def _bar(bar: Bar, x: Axis, y: float, high: float) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity on the time line, in seconds from the run's beginning; or an instant; or several
-    merged activities."""
+    """An activity on the time line, in seconds from the run's beginning: an interval, an instant
+    (end equal to start), or several activities merged into one."""
 
     lane: str
     start: float
     end: float
     kind: str
     text: str = ""
-    """The text of the activity; of merged ones, of the first."""
+    """The text about the activity; of merged activities, that of the first."""
     count: int = 1
     lasted: float | None = None
-    """The total duration, if several activities are merged."""
+    """The total duration of the activities if several are merged."""
 
     @property
     def seconds(self) -> float:
@@ -266,11 +266,11 @@ def time_line(
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A time interval in which a worker was a member, in seconds from the run's beginning."""
+    """A time interval of a worker's membership in a party, in seconds from the run's beginning."""
 
     worker: str
     party: str
-    """The path of the party, or of the task within it; "" is the whole run."""
+    """The path of the party, or of the task within the party; "" is the whole run."""
     start: float
     end: float | None
     """The end of the interval; None while the worker is a member."""
@@ -296,9 +296,9 @@ def members(
     aways: Sequence[tuple[float, float]] = (),
     width: int = 720,
 ) -> Picture:
-    """Draw a lane for each worker, with further ones below it for simultaneous work, coloured by
-    party. now: the end of stays that have not ended. aways: (start, end) of coordinator outages, in
-    a lane of their own above."""
+    """Draw a lane for each worker, and lanes below it for work that it did at the same time,
+    coloured by party. now: the end of stays that last. aways: (start, end) of the coordinator's
+    outages, in a lane above all others."""
     in_order = sorted(stays, key=lambda item: (natural(item.worker), item.start, item.party))
     names, places = _placed(in_order, now)
     parties = sorted({stay.party for stay in stays}, key=natural)
@@ -351,10 +351,10 @@ def _away(span: tuple[float, float]) -> str:
 
 def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
     """Assign each stay to the first free lane of its worker; return the names of the lanes, and the
-    lane of each stay. stays: sorted by worker, then by time."""
+    index of each stay's lane. stays: sorted by worker, then by time."""
     names: list[str] = []
     free: list[float] = []
-    """The time from which on each lane of the worker is free."""
+    """The time from which on each lane of the present worker is free."""
     places: list[int] = []
     worker = None
     for stay in stays:
@@ -391,7 +391,7 @@ class DecisionMark:
 def decisions(
     marks: Sequence[DecisionMark], *, title: str, end: float, width: int = 720
 ) -> Picture:
-    """Draw a mark for each decision, in a lane per kind. end: of the time axis."""
+    """Draw a mark for each decision, in a lane per kind of it. end: the last time on the axis."""
     kinds = list(dict.fromkeys(mark.kind for mark in marks))
     bars = [
         Bar(

@@ -1,5 +1,5 @@
-"""Draw the parties of a run: their tree, the stages of a pipeline, the topology of nodes, and what
-the verifier has found."""
+"""Draw the parties (groups of workers) of a run: their tree, the stages of a pipeline, the topology
+of gossip nodes, and the results of verification."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from stratagem.client.pictures.svg import (
 ROW = 26
 INDENT = 16
 MAX_POINTS = 150
-"""The largest number of points of a small curve."""
+"""The largest number of points of a row's small loss curve."""
 MAX_DRAWN = 60
 """The largest number of parties that are drawn; the table lists more."""
 
@@ -44,17 +44,17 @@ class PartyRow:
     done: str
     """The progress of the party, such as "3 segments"."""
     losses: Sequence[float]
-    """The losses, sorted by time; a small curve shows at most one per pixel column."""
+    """The losses, sorted by time; the small curve shows at most one per pixel column."""
     failure: str = ""
 
     @property
     def depth(self) -> int:
-        """Return the depth of the party in the tree, 0 for a child of the run."""
+        """Return the depth of the party in the tree: 0 for a party directly below the run."""
         return self.path.count("/")
 
 
 def party_tree(rows: Sequence[PartyRow], *, title: str, width: int = 720) -> Picture:
-    """Draw the tree of parties, a row each. rows: each below its parent, siblings in order."""
+    """Draw the tree of parties, one row each. rows: each below its parent's, siblings in order."""
     drawn = rows[:MAX_DRAWN]
     names = [row.path.rpartition("/")[2] for row in drawn]
     named = max(
@@ -87,7 +87,7 @@ def party_tree(rows: Sequence[PartyRow], *, title: str, width: int = 720) -> Pic
 
 
 def _branch(rows: Sequence[PartyRow], at: int, y: float) -> Iterator[str]:
-    """Yield the connecting lines from a party to its parent."""
+    """Yield the SVG lines that connect a party's row with its parent's."""
     depth = rows[at].depth
     x = 14 + INDENT * depth
     above = next((y - ROW * (at - n) for n in range(at - 1, -1, -1) if rows[n].depth <= depth), 6.0)
@@ -96,7 +96,7 @@ def _branch(rows: Sequence[PartyRow], at: int, y: float) -> Iterator[str]:
 
 
 def _small_curve(row: PartyRow, x: Axis, axis: Axis, y: float, width: int) -> Iterator[str]:
-    """Yield the loss curve of a party, on the scale of all, and the last loss as text."""
+    """Yield a party's loss curve, on a scale that all parties share, and its last loss as text."""
     if not row.losses:
         return
     last = len(row.losses) - 1
@@ -142,25 +142,25 @@ _TEXTS = {
     "exchange": "sums over micro-batches, stages and replicas",
     "optimizer": "step of the optimizer",
 }
-"""The texts for kinds of work that is done once for all micro-batches."""
+"""The tooltips for the kinds of work that a stage does once for all micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work of a pipeline stage, in a lane."""
+    """One piece of work of a pipeline stage, to draw in a lane."""
 
     lane: int
-    """The index of the lane: that of a stage, or of a worker with several stages."""
+    """The index of the lane, which stands for a stage, or for a worker with several stages."""
     start: float
     end: float
     kind: str
-    """One of forward, backward, input or weight (the two halves of a backward pass), wait (for the
-    input of the next work); or exchange or optimizer, once for all micro-batches."""
+    """Per micro-batch: forward, backward, input or weight (the two halves of a backward pass), or
+    wait (for the next task's input); once for all micro-batches: exchange or optimizer."""
     micro_batch: int
 
     @property
     def computes(self) -> bool:
-        """Return whether the task works on a micro-batch, and so is no part of the bubble."""
+        """Return whether the task works on a micro-batch; other time counts as bubble (idle)."""
         return self.kind != "wait" and self.kind not in _TEXTS
 
     @property
@@ -172,7 +172,8 @@ class Task:
 
 
 def bubble(tasks: Sequence[Task], num_lanes: int) -> float:
-    """Return the idle share of all lanes' time from the first to the last work on a micro-batch."""
+    """Return the pipeline's bubble: the idle share of all lanes' time, from the first to the last
+    task on a micro-batch."""
     tasks = [task for task in tasks if task.computes]
     if not tasks:
         return 0.0
@@ -190,8 +191,8 @@ def stages(
     idle: float | None = None,
     width: int = 720,
 ) -> Picture:
-    """Draw the work of pipeline stages, a lane for each name. unit: of times, by default seconds.
-    idle: the bubble to show, by default that of these tasks."""
+    """Draw the work of pipeline stages, a lane for each name. unit: the unit of times, by default
+    seconds. idle: the bubble to state, by default that of these tasks."""
     idle = bubble(tasks, len(names)) if idle is None else idle
     bars = [
         Bar(
@@ -223,11 +224,11 @@ def stages(
 # Nodes stand on a circle, with a line for each exchange and its weight.
 
 Edge = tuple[int, int, float]
-"""An edge of the topology: two node indices, and the mixing weight between them."""
+"""An edge of the topology: the indices of two gossip nodes, and the mixing weight between them."""
 
 MAX_NAMED = 40
 MAX_WEIGHED = 12
-"""The largest number of edges up to which weights are written beside them."""
+"""The largest number of edges for which weights are written beside the edges."""
 
 
 def topology(
@@ -239,8 +240,8 @@ def topology(
     width: int = 360,
     height: int = 300,
 ) -> Picture:
-    """Draw named nodes on a circle and the edges between them, wider for a greater weight. workers:
-    of each node, if known."""
+    """Draw gossip nodes on a circle and the edges between them, wider for a greater weight.
+    workers: the worker of each node, if known."""
     at_worker = [f"{n} on {w}" for n, w in zip(names, workers, strict=False)] or names
     room = 14 if len(names) > MAX_NAMED else 58
     radius = max(min(width / 2 - room - 34, height / 2 - 34), 20.0)
@@ -279,15 +280,15 @@ def _place(at: int, count: int, x: float, y: float, radius: float) -> tuple[floa
 
 
 def _weight(weight: float, start: tuple[float, float], end: tuple[float, float]) -> str:
-    """Return the label with an edge's weight, beside its middle, where edges through the centre do
-    not meet."""
+    """Return the label with an edge's weight, beside the edge's middle, as edges through the centre
+    of the circle meet there."""
     x, y = (a + 0.4 * (b - a) for a, b in zip(start, end, strict=True))
     style: dict[str, Any] = {"fill": "muted", "anchor": "middle", "size": SMALL}
     return label(x, y + 4, short(weight), **style, has_halo=True)
 
 
 def _name(lines: Sequence[str], x: float, y: float, width: int, height: int) -> str:
-    """Return the label of a node: its name, and below it in paler letters its worker."""
+    """Return the label of a node: its name, and below that, in paler letters, its worker."""
     away_x, away_y = x - width / 2, y - height / 2
     distance = math.hypot(away_x, away_y) or 1.0
     at_x, at_y = x + away_x / distance * 13, y + away_y / distance * 15 + 4
@@ -324,23 +325,23 @@ RESULTS: Final = {
     "waits": "muted",
     "not chosen": "grid",
 }
-"""The colour of each result that a segment may have."""
+"""The possible results of a segment's verification, each with its colour."""
 THE_RUN: Final = "the run"
 MAX_LISTED: Final = 200
-"""The most rows of the table."""
+"""The largest number of rows in the table of segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgainExecuted:
-    """One more execution of a segment, by workers other than those that trained it."""
+    """A second or third execution of a segment, by workers other than those that trained it."""
 
     workers: Sequence[str]
     is_right: bool | None
-    """The execution agrees with the majority; None without one."""
+    """The execution agrees with the majority; None if there is no majority."""
 
     @property
     def text(self) -> str:
-        """Return the workers, with a word where they are not known to be right."""
+        """Return the workers' names, followed by "(wrong)" or "(open)" unless they are right."""
         names = ", ".join(self.workers)
         return (
             names if self.is_right else f"{names} ({'open' if self.is_right is None else 'wrong'})"
@@ -349,16 +350,16 @@ class AgainExecuted:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCheck:
-    """The result of one verification of a segment, or that there is none."""
+    """The result of verifying a segment once, or a segment that is not verified (yet)."""
 
     segment: int
     start: int
-    """The number of steps before the segment."""
+    """The number of steps of the run before the segment."""
     end: int
     result: str
     """One of RESULTS."""
     suspected: Sequence[str] = ()
-    """The workers that were wrong, or one of which may have been."""
+    """The workers that were wrong, or of which one may have been wrong."""
     executions: Sequence[AgainExecuted] = ()
 
     @property
@@ -370,7 +371,7 @@ class SegmentCheck:
 
 
 def verification(checks: Sequence[SegmentCheck], *, title: str, width: int = 720) -> Picture:
-    """Draw the checks of a run's segments. checks: sorted by segment, those of one by time."""
+    """Draw the checks of a run's segments. checks: sorted by segment, then by time."""
     again = {name for check in checks for one in check.executions for name in one.workers}
     names = [THE_RUN, *sorted(again, key=natural)]
     newest = {check.segment: check for check in checks}
@@ -411,7 +412,8 @@ def verification(checks: Sequence[SegmentCheck], *, title: str, width: int = 720
 
 
 def _listed(checks: Sequence[SegmentCheck]) -> Sequence[SegmentCheck]:
-    """Return the checks for the table: the chosen segments; of very many those not verified."""
+    """Return the checks to list in the table: those of the segments chosen for verification; if
+    these are too many, only the ones whose result is not "verified"."""
     chosen = [check for check in checks if check.result != "not chosen"]
     if len(chosen) <= MAX_LISTED:
         return chosen

@@ -44,12 +44,12 @@ class LineageNode:
     member: int
     generation: int
     parent: int
-    """The member whose state this one began from."""
+    """The member whose state this member began the generation from."""
     score: float | None
     params: str = ""
     """The hyperparameters, formatted as text."""
     wins: bool = False
-    """The node is the winner, or in the winner's lineage."""
+    """The node belongs to the lineage of the winner's state."""
 
 
 def lineage(
@@ -60,7 +60,7 @@ def lineage(
     less_is_better: bool = False,
     width: int = 720,
 ) -> Picture:
-    """Draw the members of all generations, linked to their parents. best: the winner, as text."""
+    """Draw the members of all generations, each linked to its parent. best: the winner, as text."""
     count = max((node.member for node in nodes), default=0) + 1
     last = max((node.generation for node in nodes), default=1)
     step = 26 if count <= 24 else max(480 / count, 4.0)
@@ -154,16 +154,16 @@ def _table(nodes: Sequence[LineageNode]) -> NumberTable:
 BOLD: Final = 14
 """The font size at which ordinary text is as wide as bold text of size 12."""
 MAX_LINES: Final = 3
-"""The largest number of lines for the names above the axes, if they do not fit side by side."""
+"""The largest number of lines of names above the axes, if the names do not fit side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One member's values to draw on parallel axes."""
+    """The hyperparameters and the score of one member, to draw as a line over parallel axes."""
 
     name: str
     values: Mapping[str, Any]
-    """The values, keyed by axis name; a member may lack some."""
+    """The values, keyed by axis name; some may be missing."""
     wins: bool = False
 
 
@@ -182,10 +182,11 @@ def parallel_axes(
     log: Collection[str] = (),
     width: int = 720,
 ) -> Picture:
-    """Draw parallel coordinates: an axis per name, and a line per trial; the winner's is bold.
+    """Draw parallel coordinates: an axis per name, and a line per trial (member); the winner's is
+    bold.
 
-    log: names of axes that are logarithmic if all values are positive; axes of positive numbers
-    over more than a factor of 50 are too. Values that are not numbers are above each other.
+    log: names of axes that are logarithmic if all values are positive; so are axes whose positive
+    values span more than a factor of 50. Values that are not numbers are spaced evenly.
     """
     signs = [(line_sign("s2"), "best"), (line_sign("s1"), "other members")]
     legend_text, top = legend(signs, 20, width)
@@ -234,7 +235,8 @@ def parallel_axes(
 def _headings(
     names: Sequence[str], xs: Sequence[float], apart: float, top: float, width: int
 ) -> tuple[list[str], int]:
-    """Return the names above their axes, in as few lines as possible, and the number of lines."""
+    """Return the SVG of the names above their axes, on as few lines as possible, and the lines'
+    number."""
     last = len(names) - 1
 
     def space(at: int, lines: int) -> float:
@@ -287,13 +289,13 @@ def _text(value: Any) -> str:
 # Scores are shown by generation: every member faintly, the best one boldly.
 
 Scores = Sequence[Sequence[float | None]]
-"""The scores of each generation, then of each member; None: no score."""
+"""The scores of each generation, in it of each member; None for a member without a score."""
 
 
 def scores(
     values: Scores, *, title: str, metric: str, less_is_better: bool = False, width: int = 720
 ) -> Picture:
-    """Draw the scores of all members, and the best of each generation; metric: of the scores."""
+    """Draw the scores of all members, and the best of each generation; metric: the score's name."""
     signs = [(line_sign("s2"), f"best {metric}"), (line_sign("muted"), "each member")]
     legend_text, top = legend(signs, 52, width)
     height = top + 176 + below("generation")

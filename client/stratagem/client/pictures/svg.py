@@ -1,5 +1,5 @@
-"""Write SVG elements with escaped text, fixed decimals and named colours, and define the value of a
-picture."""
+"""Write SVG elements with escaped text, fixed decimals and named colours; define finished
+pictures."""
 
 import base64
 import html
@@ -34,10 +34,8 @@ def decimal(value: float) -> str:
 
 
 def element(name: str, *content: str, **attributes: str | float | None) -> str:
-    """Return an SVG element. Content is SVG, attributes are plain text or numbers.
-
-    fill and stroke name a colour, or are "none"; underscores of names become hyphens.
-    """
+    """Return an SVG element. Content is SVG, attributes are plain text or numbers. `fill` and
+    `stroke` name a colour, or are "none"; underscores in attribute names become hyphens."""
     classes: list[str] = []
     written: list[str] = []
     for key, value in attributes.items():
@@ -65,7 +63,7 @@ def label(  # noqa: PLR0913  (the attributes of a text)
     has_halo: bool = False,
 ) -> str:
     """Return a text element of one line; anchor: start, middle or end. has_halo: outline the text,
-    on top of lines."""
+    so that it is readable on top of lines."""
     halo: dict[str, Any] = {"stroke": "surface", "stroke_width": 3.5, "paint_order": "stroke"}
     shape: dict[str, Any] = {"text_anchor": anchor, "font_size": size, "font_weight": weight}
     return element(
@@ -79,7 +77,7 @@ def hint(text: str) -> str:
 
 
 def path_of(points: Iterable[tuple[float, float]]) -> str:
-    """Return the path data of a line through the points."""
+    """Return the SVG path data of a line through the points."""
     return "".join(
         f"{'L' if at else 'M'}{decimal(x)} {decimal(y)}" for at, (x, y) in enumerate(points)
     )
@@ -144,7 +142,7 @@ def series_colour(index: int) -> str:
 
 
 def stylesheet() -> str:
-    """Return the CSS for all pictures, which a page includes once."""
+    """Return the CSS for all pictures; a page includes it once."""
     names = "".join(
         f".sg-f-{name}{{fill:var(--sg-{name})}}.sg-s-{name}{{stroke:var(--sg-{name})}}"
         for name in LIGHT
@@ -168,7 +166,7 @@ Point = tuple[float, float]
 
 
 def within(points: Iterable[Point], top: float, bottom: float) -> Iterator[list[Point]]:
-    """Clip a line to the heights between top and bottom, top < bottom; yield its visible parts."""
+    """Clip a line to the heights from top to bottom (top < bottom); yield its visible parts."""
     part: list[Point] = []
     for before, after in pairwise(points):
         enters, leaves = _inside(before[1], after[1], top, bottom)
@@ -185,8 +183,8 @@ def within(points: Iterable[Point], top: float, bottom: float) -> Iterator[list[
 
 
 def _inside(start: float, end: float, top: float, bottom: float) -> tuple[float, float]:
-    """Return the shares of a segment's length between which it is visible; if it is invisible, the
-    first share is greater than the second. start, end: the heights of its ends."""
+    """Return the part of a line segment that is visible, as two shares of its length; the first is
+    greater than the second if none is. start, end: the heights of the segment's ends."""
     if start == end:
         return (0.0, 1.0) if top <= start <= bottom else (1.0, 0.0)
     first, last = sorted(((top - start) / (end - start), (bottom - start) / (end - start)))
@@ -223,7 +221,7 @@ FONT: Final = "system-ui, -apple-system, Segoe UI, sans-serif"
 
 @dataclass(frozen=True, slots=True)
 class NumberTable:
-    """A table of text with headings."""
+    """A table of texts with column headings."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -246,14 +244,14 @@ class Picture:
 
     title: str
     description: str
-    """A text alternative of a sentence or two."""
+    """A text alternative to the picture, of one or two sentences."""
     width: int
     height: int
     content: str
-    """The SVG elements inside the svg element."""
+    """The SVG elements inside the outermost svg element."""
     table: NumberTable
     steps: tuple[float, float, float, float] | None = None
-    """The first and the last step of a curve, and their horizontal positions in pixels."""
+    """The first and last step of a curve, and the horizontal positions of both in pixels."""
 
     @property
     def svg(self) -> str:
@@ -262,7 +260,7 @@ class Picture:
 
     @property
     def svg_file(self) -> str:
-        """Return the SVG as a standalone file, with colours, light and dark, and background."""
+        """Return the SVG as a standalone file, with light and dark colours and a background."""
         surface = element(
             "rect", width=self.width, height=self.height, rx=6, fill="surface", stroke="none"
         )

@@ -1,1 +1,1 @@
-"""Present a run as a page without scripts: pictures of its course by strategy, tables, its job."""
+"""Present a run as a page without scripts: pictures, chosen by its strategy, tables, its job."""

@@ -28,17 +28,17 @@ WIDTH: Final = 720
 
 @dataclass(frozen=True, slots=True)
 class JobDifference:
-    """A field in which the jobs of compared runs differ."""
+    """A field of the job in which compared runs differ."""
 
     key: str
     """The dotted path of the field, such as "optimizer.lr"."""
     values: tuple[Any, ...]
-    """The field's value in each job, in order; None: the job has no such field."""
+    """The field's value in each job, in order; None if the job has no such field."""
 
 
 def job_differences(jobs: Sequence[Mapping[str, Any]]) -> tuple[JobDifference, ...]:
-    """Return the fields in which jobs differ, sorted by path; a value that is not a mapping is one
-    field, even a list."""
+    """Return the fields in which jobs differ, sorted by path. Only mappings are compared field by
+    field; a list is one value."""
     flat = [dict(_fields(job)) for job in jobs]
     keys = sorted({key for fields in flat for key in fields})
     rows = (JobDifference(key, tuple(fields.get(key) for fields in flat)) for key in keys)
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def metrics(self) -> Mapping[str, tuple[float | None, ...]]:
-        """Return the newest value of each metric by run, keyed by name; None: the run has none."""
+        """Return for each metric its newest value in each run; None for a run without it."""
         names = sorted({name for run in self.runs for name in run.status.metrics})
         return {name: tuple(run.status.metrics.get(name) for run in self.runs) for name in names}
 
@@ -126,8 +126,8 @@ def _text(value: Any) -> str:
 
 
 def overlay_panels(runs: Sequence[ReportedRun], steps: Steps | None = None) -> list[Panel]:
-    """Return a panel per metric: a curve with a line for each run that has it. steps: the first and
-    the last step to show, by default all."""
+    """Return a panel (picture) per metric: a curve with a line for each run that has the metric.
+    steps: the first and the last step to show, by default all."""
     by_name: dict[str, list[Line]] = {}
     for at, run in enumerate(runs):
         lines = between(lines_of(run), steps)

@@ -1,5 +1,5 @@
-"""Collect what a run's events say for its time line, few marks however many events there are, and
-for the picture of its verification."""
+"""Collect from a run's events the marks of its time line, merged so that they stay few, and the
+results of its verification."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,8 +13,8 @@ from stratagem.client.pictures.svg import natural
 from stratagem.common.numerics.verification import Conclusion, share_of
 
 MAX_MARKS: Final = 4096
-"""The number of marks of one kind and lane, more than a picture has columns; at twice as many,
-marks that no picture can tell apart are merged."""
+"""The number of marks per kind and lane, more than a picture has columns. At twice as many, marks
+that are too close to be told apart are merged."""
 MAX_LANES: Final = 12
 """The largest number of parties with lanes of their own; further parties share one lane."""
 _TRAINING: Final = "training"
@@ -29,7 +29,7 @@ _INSTANTS: Final = {
     "SegmentVerified": ("verification", "verified"),
     "SegmentRefuted": ("verification", "refuted"),
 }
-"""For each kind of instant event, its lane and its text."""
+"""The lane and the text on the time line for each kind of event without duration."""
 
 
 COORDINATOR: Final = "coordinator"
@@ -127,24 +127,24 @@ _RESULTS: Final[Mapping[str, str]] = {
     Conclusion.RUN: "refuted",
     Conclusion.VERIFIER: "verifier wrong",
 }
-"""The result by the conclusion of a refutation; after another one nothing is verified any more."""
+"""The result of a refuted segment, keyed by conclusion; other conclusions end the verification."""
 
 
 class ChecksFolding:
-    """An incremental reader of a run's events that collects the checks of its segments."""
+    """An incremental reader of a run's events that collects the results of its verification."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._sample = float((job.get("verification") or {}).get("sample") or 0.0)
         self._seed = int(job.get("seed") or 0)
         self._ends: dict[int, int] = {}
-        """The last step of each segment that ends in a whole commit."""
+        """The last step of each committed segment, without partial commits."""
         self._checks: list[SegmentCheck] = []
         """The results so far, in order of time."""
         self._is_over = False
-        """Nothing more is verified, as the run has ended or its bits do not repeat."""
+        """Nothing more is verified, because the run has ended or its bits are not reproducible."""
 
     def fold(self, event: Event) -> None:
-        """Process the next event of the run's own course."""
+        """Process the next event; events of parties below the root are ignored."""
         fact, last = event.payload, undone_from(event)
         if not self._sample or party_of(event):
             return
@@ -168,8 +168,8 @@ class ChecksFolding:
 
     @property
     def checks(self) -> list[SegmentCheck]:
-        """Return what is known of each segment, sorted by segment, then by time; none if the job
-        asks for no verification."""
+        """Return the state of verification of each segment, sorted by segment, then by time; empty
+        if the job asks for no verification."""
         decided = {check.segment for check in self._checks if check.segment in self._ends}
         newest, start, rest = max(decided, default=0), 0, []
         for segment, end in self._ends.items():
@@ -179,7 +179,7 @@ class ChecksFolding:
         return sorted([*self._checks, *rest], key=lambda check: check.segment)
 
     def _open(self, segment: int, newest: int) -> str:
-        """Return the result of a segment that nobody has decided. newest: the last decided one."""
+        """Return the result of a segment without a decision. newest: the last segment with one."""
         if share_of(self._seed, segment) >= self._sample:
             return "not chosen"
         return "not verified" if self._is_over or segment < newest else "waits"
@@ -192,7 +192,7 @@ class ChecksFolding:
 
 
 def _executions(fact: Mapping[str, Any]) -> Iterator[AgainExecuted]:
-    """Yield the executions of a refuted segment after that of the run."""
+    """Yield the further executions of a refuted segment, after that of the run."""
     run, *digests = fact.get("digests") or ("",)
     right = {Conclusion.RUN: digests[:1], Conclusion.VERIFIER: [run]}.get(fact["conclusion"], [])
     for workers, digest in zip(fact["workers"][1:], digests, strict=True):

@@ -1,7 +1,7 @@
-"""Display runs and lists in a notebook, and follow a run in place.
+"""Display runs and lists in a notebook, and follow a run in its output.
 
-Pictures are images within the page, so that they are shown without scripts, and in a notebook that
-is not trusted yet.
+Pictures are images within the page, so that they appear without scripts, also in a notebook that is
+not trusted yet.
 """
 
 import importlib
@@ -97,7 +97,7 @@ def _cut(text: str) -> str:
 
 
 def _metrics(run: RunStatus) -> str:
-    """Format a few metrics: the deciding one, then evaluations, then those of the training."""
+    """Format a few metrics: that of the best state, other evaluations, then training metrics."""
     evaluation = run.job.get("evaluation") or {}
     chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
     names = sorted(
@@ -131,8 +131,8 @@ def run_html(run: ReportedRun) -> str:
 
 
 def _display() -> Any:
-    """Return IPython's display module. Raises WrongStateError if nothing displays HTML, as in a
-    plain program or IPython's terminal."""
+    """Return IPython's display module. Raises WrongStateError where nothing can display HTML, as in
+    a plain program or IPython's terminal."""
     try:
         shell = importlib.import_module("IPython").get_ipython()
         display = importlib.import_module("IPython.display")

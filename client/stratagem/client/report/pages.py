@@ -93,7 +93,7 @@ MAX_EVENTS: Final = 500
 
 
 def page(run: ReportedRun, made_at: str) -> str:
-    """Return the HTML report of a run. made_at: the time as text; all else follows from the run."""
+    """Return the HTML report of a run. made_at: the time as text; the rest follows from the run."""
     title = f"{run.status.run_id} · {run.status.strategy or 'evaluation'}"
     header = f"<header>{_header(run)}</header>{_error(run)}"
     return document(title, header, list(_sections(run)), made_at)
@@ -186,7 +186,7 @@ def _lost(run: ReportedRun) -> Sequence[str]:
 
 
 def _sent(run: ReportedRun) -> str:
-    """Format the number of bytes that clients sent with a codec, and would have sent without."""
+    """Format the number of bytes that clients sent, and would have sent without a codec."""
     sent = plain = 0
     for event in run.events:
         if event.kind in ("SegmentFinished", "UpdateReceived"):
@@ -240,8 +240,8 @@ def _events(run: ReportedRun) -> str:
 
 
 def comparison_page(compared: Comparison, made_at: str) -> str:
-    """Return the HTML report that compares runs. made_at: the time, in words; everything else
-    follows from the runs."""
+    """Return the HTML report that compares runs. made_at: the time as text; the rest depends on the
+    runs only."""
     sections: list[Section] = [
         ("runs", "Runs", f'<div class="scroll">{compared.runs_table.to_html()}</div>'),
         ("jobs", "Where their jobs differ", _differences(compared)),

@@ -23,14 +23,14 @@ from stratagem.common.strategy.topology import graph_of, metropolis_hastings
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture of a run, with name and note, that can be drawn at any width."""
+    """A picture of a run, with name, title and note, that can be drawn at any width."""
 
     name: str
     """The id of the picture, such as "loss" or "members"; unique within a run."""
     title: str
     draw: Callable[[int], Picture]
     note: str = ""
-    """A sentence that helps to read the picture."""
+    """A sentence below the picture that helps to read it."""
     draw_log: Callable[[int], Picture] | None = None
     """A function that draws the picture with a logarithmic axis; None if it has no such form."""
 
@@ -50,11 +50,11 @@ def by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int]
 
 EVALUATES: Final = "member that evaluates"
 MAX_CLIENTS: Final = 1000
-"""The largest number of clients, of the newest rounds, that are drawn as bars."""
+"""The largest number of a federation's clients, those of the newest rounds, to draw as bars."""
 
 
 def member_panels(run: ReportedRun) -> list[Panel]:
-    """Return the panel with a lane per worker; none if there were no members."""
+    """Return the panel that has a lane per worker; an empty list if there were no members."""
     stays = [*_memberships(run), *_clients(run)]
     if not stays:
         return []
@@ -100,7 +100,7 @@ def _memberships(run: ReportedRun) -> Iterator[Stay]:
 
 
 def _clients(run: ReportedRun) -> Iterator[Stay]:
-    """Yield the work of workers for a federation's clients in the newest rounds, as stays."""
+    """Yield the times in which workers trained a federation's clients in the newest rounds."""
     for path, party in run.course.parties.items():
         room = MAX_CLIENTS
         for round_ in reversed(party.rounds):
@@ -139,7 +139,7 @@ def _of(path: str, what: str) -> str:
 
 
 def topology_panels(run: ReportedRun, strategy: Mapping[str, Any], path: str = "") -> list[Panel]:
-    """Return the panel with the topology of a gossiping party; none for other strategies."""
+    """Return the panel with the topology of a party's gossip nodes; empty if it has none."""
     aggregation = strategy.get("aggregation") or {}
     if aggregation.get("method") != "Decentralized":
         return []
@@ -211,12 +211,12 @@ def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
 
 
 def lines_of(run: ReportedRun) -> dict[str, Line]:
-    """Return the metric lines of the whole run, keyed by name."""
+    """Return the curves' lines of the whole run, keyed by the name of the metric."""
     return with_history(run.course.root.lines, run.history, num_nodes(run.job))
 
 
 def _of_nodes(run: ReportedRun) -> str:
-    """Return a note about how the loss of gossiping nodes is computed; "" without such nodes."""
+    """Return a note on how the loss is averaged over gossip nodes; "" if the run has none."""
     if f"node/0:{LOSS}" not in run.history or num_nodes(run.job) > MAX_PARTS:
         return ""
     return f"{LOSS}: the plain mean over the nodes, from the least to the greatest of any."
@@ -238,7 +238,7 @@ def _lost_steps(run: ReportedRun) -> str:
 
 
 def between(lines: Mapping[str, Line], steps: Steps | None) -> dict[str, Line]:
-    """Cut lines to a range of steps; leave out lines that have no values there."""
+    """Cut lines to a range of steps; drop lines without values in it."""
     if steps is None:
         return dict(lines)
     lines_there = {name: cut(line, *steps) for name, line in lines.items()}
@@ -278,7 +278,7 @@ def _curve(
 
 
 def unit_of(run: ReportedRun) -> str:
-    """Return the unit of the horizontal axis: rounds or steps, in a population a member's steps."""
+    """Return the unit of the horizontal axis: "round", or "step" (in a population: of a member)."""
     strategy = run.strategy
     if strategy.get("type") == "PopulationBased":
         strategy = (strategy.get("options") or {}).get("inner") or {}
@@ -286,8 +286,8 @@ def unit_of(run: ReportedRun) -> str:
 
 
 def _marks(run: ReportedRun) -> list[CurveMark]:
-    """Return marks for lost and joined workers of the root party, at the step that the run had
-    reached by then."""
+    """Return marks for workers that joined or were lost, of the root party, each at the step that
+    the run had reached by then."""
     marks: list[CurveMark] = []
     times = [time_s for time_s, _ in run.course.root.reached]
 

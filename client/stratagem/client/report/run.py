@@ -1,4 +1,4 @@
-"""Reduce a run's events, one by one, to the data for its pictures.
+"""Reduce a run's events, one by one, to the data that its pictures need.
 
 Reading can continue with later events: no event is read twice, and none is kept.
 """
@@ -49,12 +49,12 @@ class Decision:
     """The time of the decision, in seconds since the run's beginning."""
     party: str
     kind: str
-    """The kind of decision, as the strategy names it."""
+    """The kind of decision, as named by the strategy."""
     reason: str
 
 
 class PartyCourse:
-    """The data of one party for the pictures, built up from events."""
+    """The data of one party that pictures need, built up from events."""
 
     def __init__(self, party: str) -> None:
         self._lines, self._rounds = LinesFolding(party), RoundsFolding(party)
@@ -67,40 +67,41 @@ class PartyCourse:
         """The workers of the newest non-empty membership."""
         self.engine = ""
         self.num_segments = 0
-        """The number of finished segments; for a silo, the total over all rounds."""
+        """The number of finished segments; for a silo (a client that is a party), over all
+        rounds."""
         self.failure = ""
         """The reason for the party's failure, as a sentence; empty if it has not failed."""
         self.reached: list[tuple[float, int]] = []
-        """The wall times and steps at which segments ended; both are ascending."""
+        """The (wall time, step) at the end of each segment; both ascend."""
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return the metric lines of the party, keyed by name."""
+        """Return the party's metrics as lines of curves, keyed by name."""
         return self._lines.lines
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        """Return the rounds of a federation."""
+        """Return the rounds of the party if it is a federation; else none."""
         return self._rounds.rounds
 
     @property
     def clients(self) -> tuple[FederatedClient, ...]:
-        """Return the clients of a federation."""
+        """Return the summaries of the party's clients if it is a federation; else none."""
         return of_sums(self._rounds.sums, self._rounds.number, self._roster, self._benches)
 
     @property
     def client_times(self) -> Sequence[float]:
-        """Return the durations of all updates of a federation's clients."""
+        """Return the durations of all updates of the federation's clients."""
         return self._rounds.times
 
     def fold(self, event: Event) -> None:
-        """Process the next event of the run, whatever party it is about."""
+        """Process the next event of the run, which may be about any party."""
         self._lines.fold(event)
         self._rounds.fold(event)
         fold_benches(self._benches, event, self._party)
 
     def fold_own(self, event: Event) -> None:
-        """Process the next event that is about this party."""
+        """Process the next event that is about this party itself."""
         match event.kind:
             case "RosterFormed" | "ClientsJoined":
                 self._roster |= homes(event)
@@ -118,24 +119,24 @@ class PartyCourse:
 
 
 class RunCourse:
-    """The data of a whole run for its pictures, built up from events."""
+    """The data of a whole run that pictures need, built up from events."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
-        """Begin without events. job: of the run, as in its status."""
+        """Begin without events. job: the run's job, as in its status."""
         self._job = job
         self.num_events = self.num_returns = 0
-        """The number of events read, and of those that returned to an earlier commit."""
+        """The number of events read, and how many of them returned the run to an earlier commit."""
         self.began_s: float | None = None
-        """The wall time of the first event; None: there is none yet."""
+        """The wall time of the first event; None before there is one."""
         self.newest_s = 0.0
         """The wall time of the newest event."""
         self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
         """The parties, keyed by path, in order of first mention; "" is the root."""
         self.members = MembersFolding()
         self.population = PopulationFolding(job)
-        """The population, if the whole run is one."""
+        """The generations, if the whole run is a population."""
         self.populations: dict[str, PopulationFolding] = {"": self.population}
-        """All populations, keyed by the path of their party."""
+        """The generations of all populations, keyed by the path of their party."""
         self.time_marks, self.outages = TimeMarks(), OutagesFolding()
         self.verification = ChecksFolding(job)
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
@@ -149,7 +150,7 @@ class RunCourse:
         return course
 
     def take(self, events: Iterable[Event]) -> None:
-        """Process further events, which follow those already read."""
+        """Process further events, which must follow those already read."""
         for event in events:
             self._fold(event)
 
@@ -196,14 +197,14 @@ class RunCourse:
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """Everything that is needed to display a run: status, course and step history."""
+    """All that is needed to display a run: status, course and step history."""
 
     status: RunStatus
     course: RunCourse
     history: Mapping[str, StepSeries] = field(default_factory=dict)
     """The step history; without it, curves have one value per segment."""
     events: Sequence[Event] = ()
-    """All events, for a report; pictures do not need them."""
+    """All events, to list in a report; pictures do not need them."""
 
     @classmethod
     def of(
@@ -212,8 +213,8 @@ class ReportedRun:
         events: Sequence[Event],
         history: Mapping[str, StepSeries] | None = None,
     ) -> Self:
-        """Build a ReportedRun from a run's status, events and step history; the events of its
-        verifier are only read."""
+        """Build a ReportedRun from a run's status, events and step history; its `events` are
+        without those of the verifier."""
         of_run = [event for event in events if not is_of_verifier(event)]
         return cls(status, RunCourse.of(events, status.job), history or {}, of_run)
 
@@ -244,7 +245,7 @@ _UNITS: Final[Mapping[str, str]] = {
     "PopulationBased": "generations",
     "Custom": "steps of the strategy",
 }
-"""The unit of progress for each strategy type; others count steps."""
+"""The unit of progress for strategy types that do not count steps."""
 
 
 def committed_step(status: RunStatus) -> int:
@@ -284,7 +285,7 @@ _COUNTED = ("train.loss_", "stop.", "plateau.", "train.skipped_steps")
 
 _GRAD_NORM = "train.grad_norm"
 _OWN = ("train.", "time.")
-"""The prefixes of a run's own series; those of stages, nodes and replicas begin with their name."""
+"""The prefixes of the whole run's series; others begin with a stage, node or replica."""
 RECORDED = ("train.*", "time.rows_per_s")
 """The recorded series that are drawn as curves."""
 
@@ -296,8 +297,8 @@ _OF_STAGES = ("busy_s", "span_s", "memory_bytes")
 
 
 def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the (series, parties) of the step history that a run's pictures show: the run's own,
-    and those of its pipeline's stages, its nodes or its replicas."""
+    """Return the (series, parties) of the step history to read for a run's pictures: those of the
+    whole run, and of its pipeline stages, gossip nodes or replicas."""
     strategy = job.get("strategy") or {}
     aggregation = (strategy.get("aggregation") or {}).get("method")
     if num_replicas_apart(strategy):
@@ -315,18 +316,18 @@ def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def num_replicas_apart(strategy: Mapping[str, Any]) -> int:
-    """Return the number of replicas with local steps under this strategy; 0 if it has none."""
+    """Return the number of replicas with local steps under this strategy; 0 if there are none."""
     takes_them = (strategy.get("options") or {}).get("local_steps") is not None
     is_theirs = strategy.get("type") == "DataParallel" and takes_them
     return int(strategy.get("num_replicas") or 0) if is_theirs else 0
 
 
 class LinesFolding:
-    """An incremental reader of a run's events that builds the metric lines of one party; a round's
-    step is its number.
+    """An incremental reader of a run's events that builds the lines of one party's metrics; the
+    step of a federation's round is its number.
 
-    Segments that a resumption from an earlier commit has undone are left out. Values of training
-    are lines, those of evaluations dots.
+    Segments undone by a resumption from an earlier commit are left out. Values of training make
+    lines, values of evaluations dots.
     """
 
     def __init__(self, party: str = "") -> None:
@@ -338,7 +339,7 @@ class LinesFolding:
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return the lines so far, keyed by name; a metric's spread over clients is its band."""
+        """Return the lines so far, keyed by metric; its spread over clients is the line's band."""
         lines = {name: _line(name, points, self._steps) for name, points in self._values.items()}
         return {
             name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name
@@ -374,7 +375,7 @@ class LinesFolding:
 
 
 def num_nodes(job: Mapping[str, Any]) -> int:
-    """Return the number of gossiping nodes of a job; 0 if its nodes do not gossip."""
+    """Return the number of gossip nodes of a job; 0 if its strategy does not gossip."""
     strategy = job.get("strategy") or {}
     gossips = (strategy.get("aggregation") or {}).get("method") == "Decentralized"
     return int(strategy.get("num_replicas") or 0) if gossips else 0
@@ -383,10 +384,10 @@ def num_nodes(job: Mapping[str, Any]) -> int:
 def with_history(
     lines: Mapping[str, Line], history: Mapping[str, StepSeries], nodes: int = 0
 ) -> dict[str, Line]:
-    """Replace the lines of segments by those of the step history, if they are recorded.
+    """Replace lines with a value per segment by those of the step history, where they are recorded.
 
-    nodes: the number of gossiping nodes. The loss of a step is then the plain mean over all nodes,
-    if all are known.
+    nodes: the number of gossip nodes. A step's loss is then the plain mean over all nodes, if the
+    history has all of them.
     """
     recorded_lines = {
         name: recorded_line(name, series)
@@ -405,8 +406,8 @@ def with_history(
 
 
 def mean_line(name: str, of_each: Sequence[StepSeries]) -> Line | None:
-    """Return the plain mean of series at their common steps, with a band from minimum to maximum;
-    None if there are no such steps."""
+    """Return the plain mean of several series at their common steps, with a band from minimum to
+    maximum; None if they have no step in common."""
     if not of_each:
         return None
     common = reduce(np.intersect1d, [series.step for series in of_each])
@@ -464,9 +465,9 @@ def _few(steps: Ints, values: Floats) -> Columns:
 
 
 def groups(lines: Mapping[str, Line]) -> list[tuple[str, list[Line]]]:
-    """Group the lines into frames: all losses share one, and each other metric has its own.
+    """Group lines into frames (pictures): all losses share one, and each other metric has its own.
 
-    The frames are in the order of interest: loss, evaluations, values of training, times.
+    The frames are sorted: loss, evaluations, values of training, times.
     """
     frames: dict[str, list[Line]] = {}
     for name in sorted(lines, key=_rank):

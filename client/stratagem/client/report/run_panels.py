@@ -1,4 +1,4 @@
-"""Choose the panels of a run by its strategy, and those of its nested parties."""
+"""Choose the panels (pictures) of a run by its strategy, and those of its nested parties."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from stratagem.client.report.strategy_panels import (
 
 
 def strategy_panels(run: ReportedRun) -> list[Panel]:
-    """Return the panels of the run's strategy, of its verification and of its nested parties."""
+    """Return the panels for the run's strategy, its verification and its nested parties."""
     panels = [*_of_root(run), *member_panels(run), *verification_panels(run)]
     return [*panels, *nested_panels(run)]
 
@@ -37,7 +37,7 @@ def _of_root(run: ReportedRun) -> list[Panel]:
 
 
 def _decisions(run: ReportedRun) -> list[Panel]:
-    """Return the panel with the decisions of a custom strategy, if there are any."""
+    """Return the panel with the decisions of a custom strategy; empty if it recorded none."""
     marks = [
         DecisionMark(
             item.after_s, f"{item.party}: {item.kind}" if item.party else item.kind, item.reason
@@ -54,7 +54,7 @@ def _decisions(run: ReportedRun) -> list[Panel]:
 
 
 def verification_panels(run: ReportedRun) -> list[Panel]:
-    """Return the panel of a run's verified segments; none if its job asks for no verification."""
+    """Return the panel of a run's verified segments; empty if its job asks for no verification."""
     checks = run.course.verification.checks
     if not checks:
         return []
@@ -83,8 +83,8 @@ Strategy = Mapping[str, Any]
 
 
 def strategy_of(run: ReportedRun, path: str) -> Strategy:
-    """Return the strategy of a party; inside a custom strategy as far as events tell, else
-    empty."""
+    """Return the strategy of a party. Inside a custom strategy it is inferred from events, and may
+    be empty."""
     strategy = run.strategy
     for _ in filter(None, path.split("/")):
         if strategy.get("type") == "Custom":
@@ -115,7 +115,7 @@ def strategy_name(strategy: Strategy) -> str:
 
 
 def nested_panels(run: ReportedRun) -> list[Panel]:
-    """Return the panel with the tree of nested parties, and the panels of each, named by path."""
+    """Return a panel with the tree of nested parties, and the panels of each, named by its path."""
     paths = sorted(_with_parents(run), key=natural)
     if not paths:
         return []
@@ -134,7 +134,7 @@ def nested_panels(run: ReportedRun) -> list[Panel]:
 
 
 def own_panels(run: ReportedRun, path: str = "") -> list[Panel]:
-    """Return the panels of one party by its strategy, without those of parties nested in it."""
+    """Return the panels of one party by its strategy, without those of parties nested inside it."""
     if path not in run.course.parties:
         return []
     strategy = strategy_of(run, path)
@@ -155,7 +155,7 @@ def own_panels(run: ReportedRun, path: str = "") -> list[Panel]:
 
 
 def _with_parents(run: ReportedRun) -> Iterator[str]:
-    """Yield the paths of all nested parties, including those that only contain others."""
+    """Yield the paths of all nested parties and of the parties that contain them."""
     seen = {""}
     for path in run.course.parties:
         parts = path.split("/")

@@ -1,4 +1,4 @@
-"""Make the panels that belong to a strategy: federation, population, and parts of a party."""
+"""Make the panels (pictures) of a strategy: federation, population, and parts of a party."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ from stratagem.common.pipeline.simulation import consumers, required
 
 
 def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = None) -> list[Panel]:
-    """Return the panels of a federation: clients, rounds, and durations of updates. quorum: of the
-    strategy, a count or a share of the selected clients."""
+    """Return the panels of a federation: clients, rounds, and durations of updates. quorum: the
+    strategy's quorum, as a count or as a share of the selected clients."""
     course = run.course.parties[party]
     rounds, clients, times = course.rounds, course.clients, course.client_times
     cells = [
@@ -77,8 +77,8 @@ def _bar(round_: Round, quorum: float | None) -> RoundBar:
 
 
 def population_panels(run: ReportedRun, path: str = "") -> list[Panel]:
-    """Return the panels of a population, the whole run or a party: lineage, scores, and
-    hyperparameters against score."""
+    """Return the panels of a population, which is the whole run or a party: lineage, scores, and
+    scores by hyperparameters."""
     folding = run.course.populations.get(path)
     population = None if folding is None else folding.population
     if population is None or not population.generations:
@@ -132,7 +132,8 @@ def _nodes(population: Population) -> list[LineageNode]:
 
 
 def _trials(population: Population) -> tuple[list[Trial], list[str]]:
-    """Return trials for the winner's generation, or the newest scored one, and the axes' names."""
+    """Return the members of the winner's generation, or of the newest with scores, as trials, and
+    the names of their axes."""
     scored = [g for g in population.generations if any(m.score is not None for m in g.members)]
     if not scored:
         return [], []
@@ -160,8 +161,8 @@ MEGABYTE: Final = 1e6
 def stage_panels(
     run: ReportedRun, strategy: Mapping[str, Any], path: str = "", num_replicas: int = 1
 ) -> list[Panel]:
-    """Return the panels of a pipeline: the stages' work in one step, the bubble, and memory.
-    strategy: of one replica."""
+    """Return the panels of a pipeline: the stages' work in one step, their idle share, and memory.
+    strategy: the strategy of one replica."""
     if strategy.get("type") != "ModelParallel":
         return []
     return [
@@ -229,7 +230,7 @@ def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
 
 
 def _bubble(run: ReportedRun) -> Iterator[Panel]:
-    """Yield the panel with the bubble of each step, if it was measured."""
+    """Yield the panel with the bubble (idle share) of each step, if it was measured."""
     measured = _measured_bubble(run)
     if measured is None:
         return
@@ -243,7 +244,7 @@ def _bubble(run: ReportedRun) -> Iterator[Panel]:
 
 
 def _measured_bubble(run: ReportedRun) -> tuple[list[int], list[float]] | None:
-    """Return the steps and the bubble of each; None if it was not measured."""
+    """Return the steps, and the idle share of the pipeline in each; None if it was not measured."""
     if not isinstance(run.history, History):
         return None
     steps, shares = run.history.bubble()
@@ -263,13 +264,13 @@ def _memory(run: ReportedRun) -> Iterator[Panel]:
 
 
 def node_panels(run: ReportedRun) -> list[Panel]:
-    """Return the panel with the losses of the first gossiping nodes."""
+    """Return the panel with the losses of the first gossip nodes."""
     return list(_of_parts(run, "node", "train.loss", ("node-loss", "Loss of the nodes"), ""))
 
 
 def replica_panels(run: ReportedRun) -> list[Panel]:
-    """Return the panels of replicas with local steps: the distance moved between joins, and losses,
-    of the first replicas."""
+    """Return the panels of the first replicas with local steps: the drift of their parameters from
+    the common ones, and their losses."""
     options = run.strategy.get("options") or {}
     count, overlap = options.get("fragments") or 1, options.get("overlap_steps") or 0
     note = (
@@ -293,7 +294,7 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
 def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
-    """Yield the panel with a series of each node or replica. named: the panel's name and title."""
+    """Yield the panel with this series of each node or replica. named: the panel's name, title."""
     parts = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in parts if len(series.step)]
     if not lines:
@@ -309,7 +310,7 @@ def _of_parts(
 
 
 def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, StepSeries]]:
-    """Return (name, series) for each node or replica that has the series."""
+    """Return (name, series) for each node or replica that has recorded the series."""
     return [
         (f"{kind} {number}", series)
         for number in range(MAX_PARTS)
@@ -332,8 +333,7 @@ _TAKES: Final = {
 
 
 def measured_tasks(measured: MeasuredStep) -> tuple[list[str], list[Task]]:
-    """Return the names of the lanes in a measured step, and the work in them, including waiting, in
-    seconds."""
+    """Return the names of a measured step's lanes, and the work and waiting in them, in seconds."""
     places = {stage: lane for lane, its in enumerate(measured.lanes.values()) for stage in its}
     tasks: list[Task] = []
     for stage, actions in measured.actions.items():
@@ -354,12 +354,12 @@ def planned_tasks(
     busy_s: Sequence[float] = (),
 ) -> tuple[list[str], list[Task]]:
     """Simulate a pipeline's schedule: return the names of one replica's lanes, and the planned work
-    in them; nothing if the schedule is unknown.
+    in them; empty if the schedule is unknown.
 
-    ranks: of each stage in the newest membership. engine: the newest one, which names the schedule.
-    strategy: of one replica. num_rows: of its part of a batch. busy_s: how long each stage has
-    computed in a step; times are then in seconds, and otherwise in forward passes of stages that
-    are equal. A backward pass takes twice as long as a forward one, hops take no time.
+    ranks: the rank of each stage in the newest membership. engine: text that names the schedule.
+    strategy: the strategy of one replica. num_rows: the rows of its part of a batch. busy_s: how
+    long each stage has computed in a step, if known; otherwise all stages are equal, and times are
+    in forward passes. A backward pass takes twice as long as a forward pass, messages take no time.
     """
     size = (strategy.get("communication") or {}).get("micro_batch_size")
     if not ranks or not size or not num_rows:
@@ -377,7 +377,7 @@ def planned_tasks(
 
 
 def _lane(ranks: Sequence[int], rank: int) -> str:
-    """Return the name of a rank's lane: "stage 1", or "stages 0, 2" if it has several stages."""
+    """Return the label of a rank's lane: "stage 1", or "stages 0, 2" if it has two stages."""
     return _name([stage for stage, its_rank in enumerate(ranks) if its_rank == rank])
 
 
@@ -386,8 +386,8 @@ def _name(stages: Sequence[int]) -> str:
 
 
 def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:
-    """Simulate a schedule in which each action begins as early as possible; return the actions with
-    their begin and end. lengths: of a forward pass, by stage."""
+    """Simulate a schedule in which each action begins as early as possible; return its tasks with
+    their begin and end. lengths: the duration of a forward pass of each stage."""
     needs = [(stage - 1,) if stage else () for stage in range(len(lengths))]
     needed_by = consumers(needs)
     done: dict[Action, float] = {}

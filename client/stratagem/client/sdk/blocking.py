@@ -60,9 +60,8 @@ Value = TypeVar("Value")
 def _blocking(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Value]],
 ) -> Callable[Concatenate[Client | RunHandle, Parameters], Value]:
-    """Return the blocking form of a method of AsyncClient or AsyncRun, with its parameters and its
-    documentation.
-    """
+    """Turn an async method of AsyncClient or AsyncRun into a blocking one with its parameters and
+    its documentation."""
 
     @wraps(method)
     def call(
@@ -246,11 +245,11 @@ class RunHandle:
         return self._loop.iterate(lines, timeout_s)
 
     def shown(self, max_rows: int = 720) -> ReportedRun:
-        """Return the data for all pictures of the run; max_rows: of each curve."""
+        """Return the data for all pictures of the run. max_rows: the most rows of each curve."""
         return self._loop.call(self._asynchronous.shown(max_rows))
 
     def show(self) -> None:
-        """Follow the run in the cell of a notebook until it ends; an interrupt leaves it alone."""
+        """Follow the run in a notebook cell until it ends; an interrupt ends only the display."""
         follow(self.watch(), lambda: run_html(self.shown()))
 
     # ---- life ----
@@ -297,8 +296,7 @@ class RunResult:
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Return the hyperparameters of the population member whose state is the result; empty
-        for other runs."""
+        """Return the hyperparameters of the population member whose state this is; else empty."""
         commit = self.status.commit()
         return commit.hyperparameters if commit else {}
 
@@ -372,10 +370,10 @@ class LoopThread:
     def iterate(
         self, source: AsyncIterator[Value], timeout_s: float | None = None
     ) -> Iterator[Value]:
-        """Yield the items as they come; leaving the loop early closes the source.
+        """Yield an async iterator's items as they come; leaving the loop early closes the iterator.
 
-        timeout_s: raise TimeoutError, and close the source, if an item has not come this long after
-        the first one was asked for.
+        timeout_s: raise TimeoutError, and close it, if an item has not come this long after the
+        first one was asked for.
         """
         deadline_s = None if timeout_s is None else self._loop.time() + timeout_s
 
@@ -397,7 +395,8 @@ class LoopThread:
                 self.call(close())
 
     def close(self) -> None:
-        """Stop the loop and its thread. A fork does nothing: neither belongs to it."""
+        """Stop the loop and its thread; do nothing in a fork, as both belong to the parent
+        process."""
         if is_lost():
             return
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
@@ -416,7 +415,7 @@ class LoopThread:
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel the tasks and wait for their end.
 
-    Everything handed to the loop earlier has begun by now, so it is in `tasks`.
+    All coroutines handed to the loop earlier have begun by now, so their tasks are among them.
     """
     for task in tasks:
         task.cancel()
@@ -424,7 +423,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def _report_unless_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Ignore BlockingIOError: gRPC wakes every loop of a process for each event, and all loops but
-    one find nothing to read."""
+    """Report an exception on the loop, but no BlockingIOError: gRPC wakes all loops of a process
+    for each event, and all but one find nothing to read."""
     if not isinstance(context.get("exception"), BlockingIOError):
         loop.default_exception_handler(context)

@@ -1,9 +1,9 @@
 """Provide the cell magic `%%stratagem task.py`, which turns notebook cells into modules that travel
-with jobs.
+with jobs. `%load_ext stratagem.client` registers it.
 
-`%load_ext stratagem.client` registers it. A cell becomes a file in a folder of this session, and is
-imported at once. A job that names a function of such a file has that folder as its `code`, unless
-it names other code. Workers get the text of the cells, never objects of the notebook.
+A cell becomes a file in a folder of this session, and is imported at once. A job that names a
+function of such a file has that folder as its `code`, unless it names other code. Workers get the
+text of the cells, never objects of the notebook.
 """
 
 import atexit
@@ -27,7 +27,7 @@ _COMPILED: Final = "__pycache__"
 
 
 class Shell(Protocol):
-    """The part of IPython's shell that this module uses."""
+    """The part of the interface of IPython's shell that this module uses."""
 
     user_ns: dict[str, Any]
 
@@ -37,15 +37,15 @@ class Shell(Protocol):
 
 
 class CellModules:
-    """The modules made from the notebook cells of one session."""
+    """The modules that the notebook cells of one session have become."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
 
     def write(self, file: str, source: str) -> ModuleType:
-        """Write a module, and import it anew, with the modules of the session that it imports.
+        """Write a module and import it anew, together with the session's modules that it imports.
 
-        file: such as task.py or package/task.py. Raises what the cell raises.
+        file: a name such as task.py or package/task.py. Raises what the cell raises.
         """
         if not _FILE.fullmatch(file):
             raise InvalidInputError.at("file", f"{file[:80]!r} is not a name such as task.py")
@@ -63,8 +63,8 @@ class CellModules:
         return importlib.import_module(file.removesuffix(".py").replace("/", "."))
 
     def code_of(self, job: JobSpec) -> CodeSpec | None:
-        """Return the code to send with a job: its own, or the cells' folder if it names a function
-        there."""
+        """Return the code to send with a job: the job's own, or the folder of the cells if the job
+        names a function in it."""
         folder = self._folder
         if job.code is not None or folder is None:
             return job.code
@@ -86,7 +86,7 @@ cells: Final = CellModules()
 
 
 def register(shell: Shell) -> None:
-    """Register the cell magic with a shell."""
+    """Register the cell magic with an IPython shell."""
 
     def stratagem(line: str, cell: str) -> None:
         """Make a module of this cell: %%stratagem task.py"""

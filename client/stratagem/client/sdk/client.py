@@ -48,9 +48,9 @@ from stratagem.v1 import coordinator_pb2 as pb
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
 ADDRESS_VARIABLE: Final = "STRATAGEM_COORDINATOR"
-"""The variable with the default coordinator, here and on the command line."""
+"""The environment variable that names the default coordinator, here and on the command line."""
 WORKERS_AT_ONCE: Final = 500
-"""The number of workers that one call returns."""
+"""The page size of the call that lists workers."""
 PATIENCE_S: Final = 60.0
 
 

@@ -93,8 +93,8 @@ def _is_ignored(path: Path, rules: Sequence[_Ignored], *, is_folder: bool) -> bo
 
 
 def _rules_above(folder: Path) -> Iterator[_Ignored]:
-    """Yield the .gitignore rules of the folders above, from the top of the git repository down, if
-    there is one."""
+    """Yield the .gitignore rules of all folders above this one, from the top of its git repository
+    down; none outside of a repository."""
     above = list(folder.parents)
     for depth, top in enumerate(chain([folder], above)):
         if (top / ".git").exists():

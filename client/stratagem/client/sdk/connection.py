@@ -55,24 +55,24 @@ if TYPE_CHECKING:
 # A notice says once that calls wait for a coordinator: why, and for what.
 
 REPORTED_AFTER_S: Final = 1.0
-"""The duration from which an outage is logged: a shorter one is a restart or a new leader."""
+"""The duration from which an outage is logged: shorter ones are a restart or a change of leader."""
 
 
 _NO_ANSWERS: Final = frozenset(
     (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 )
-"""The status codes of gRPC itself that mean that nobody answers."""
+"""The gRPC status codes that gRPC itself makes when no server has answered."""
 
 
 @dataclass(slots=True)
 class SharedOutage:
-    """The outage state shared by all calls over a connection, so that an outage is logged once."""
+    """The state of an outage that all calls over a connection share, so that it is logged once."""
 
     is_reported: bool = False
-    """An outage was logged, and no call has been answered since."""
+    """The outage has been logged, and no call has been answered since."""
     refused: Counter[str] = field(default_factory=Counter)
-    """The number of calls being refused, keyed by reason; the first of these calls has logged the
-    reason. Answers to other calls do not end a refusal."""
+    """The number of calls that are being refused, keyed by reason; the first of them has logged the
+    reason. A refusal does not end when other calls are answered."""
     num_answers: int = 0
     """The number of answers to any call so far."""
 
@@ -84,17 +84,17 @@ class SharedOutage:
 
 @dataclass(slots=True)
 class OutageNotice:
-    """Context manager around one call or stream that logs outages and refusals, each once."""
+    """Context manager around one call or stream that logs each outage and each refusal once."""
 
     address: str
     outage: SharedOutage
     _since_s: float | None = field(default=None, init=False)
     _is_reported: bool = field(default=False, init=False)
-    """This call has logged an outage."""
+    """An outage has been logged by this call."""
     _reasons: set[str] = field(default_factory=set, init=False)
     """The reasons for which this call was refused so far."""
     _met_after: int | None = field(default=None, init=False)
-    """The value of num_answers when the error being examined came."""
+    """The value of num_answers at the time of the error that is being examined."""
 
     def __enter__(self) -> Self:
         return self
@@ -114,20 +114,20 @@ class OutageNotice:
         self._end_refusal()
 
     def note_error(self) -> None:
-        """Note that an error came, before its cause is known: if other calls are answered in the
-        meantime, the outage is over."""
+        """Note the time of an error before its cause is known: if another call is answered before
+        that, there is no outage any more."""
         self._met_after = self.outage.num_answers
 
     def note_end(self, error: grpc.RpcError) -> None:
-        """Record the error that ends this call; an error that the coordinator sent is an answer."""
+        """Record the error that ends this call; one that the coordinator has sent is an answer."""
         if name_of(error) or error.code() not in _NO_ANSWERS:
             self.note_answer()
 
     def note_retry(self, error: grpc.RpcError, waits: str) -> None:
-        """Record an error after which the call is retried; log the outage if it has lasted, and
-        each reason of a refusal once.
+        """Record an error after which the call is retried; log the outage if it has lasted long
+        enough, and each reason of a refusal once.
 
-        waits: until when, such as "for up to 60 s".
+        waits: a text on how long the call waits, such as "for up to 60 s".
         """
         name = name_of(error)
         if name and name != StandbyError.__name__:  # a standby answers only for itself
@@ -175,10 +175,10 @@ CALL_TIMEOUT_S: Final = 30.0
 ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
 """The timeout of a call if there are other coordinators to try."""
 SILENT_S: Final = 2.0
-"""The time without a message after which a stream's coordinator, one of several, is checked."""
+"""The silence after which a stream checks its coordinator, if there are several."""
 STARTING_S: Final = 15.0
-"""The time allowed for startup to an address that accepts and closes connections, as Docker's does
-while a container does not listen yet or its coordinator has no lead yet."""
+"""The time allowed for startup if an address accepts and closes connections, as Docker's does while
+a container does not listen yet, or if its coordinator does not know a leader yet."""
 _CLOSED: Final = ("Socket closed", "Connection reset by peer")
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
@@ -190,7 +190,7 @@ log = logging.getLogger("stratagem.client")
 
 
 class Connection:
-    """A connection to one coordinator, or to several of which one leads, that retries calls."""
+    """A connection to one coordinator, or to several of which one leads; it retries calls."""
 
     def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
         """Prepare a channel; it connects at the first call.
@@ -254,8 +254,7 @@ class Connection:
                     return response
 
     async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
-        """Return how long after its start a call that met this error is retried; 0 if not at
-        all."""
+        """Return how long a call is retried, from its start, after this error; 0 if not at all."""
         await self._raise_identity_problem(error, asked)
         if _is_at_work(error):
             return math.inf  # it will answer when it is done
@@ -264,8 +263,8 @@ class Connection:
         return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
 
     async def greet(self) -> None:
-        """Make one cheap call, which fails at once if the address is wrong: otherwise that would
-        look like an outage."""
+        """Make one cheap call before others are retried: it fails at once if the address is wrong,
+        which would otherwise look like an outage."""
         if not self._has_answered:
             await self.call(self.stub.ListWorkers, pb.ListWorkersRequest(page_size=1))
 
@@ -274,7 +273,7 @@ class Connection:
     ) -> AsyncIterator[Response]:
         """Yield the messages of a stream, which is reopened if it is interrupted.
 
-        open_stream is called for every attempt and knows from where to continue.
+        open_stream: called for every attempt; it opens the stream where the last attempt stopped.
         """
         check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
@@ -309,8 +308,8 @@ class Connection:
         backoff: Backoff,
         notice: OutageNotice,
     ) -> None:
-        """Record an answer when the stream is acknowledged, before any message; earlier versions do
-        not acknowledge."""
+        """Record an answer as soon as the coordinator acknowledges the stream, before any message;
+        early versions do not acknowledge."""
         with suppress(grpc.aio.AioRpcError):
             if has_begun(await stream.initial_metadata()):
                 self._has_answered = True
@@ -320,9 +319,9 @@ class Connection:
     async def _messages(
         self, stream: grpc.aio.UnaryStreamCall[Request, Response]
     ) -> AsyncIterator[Response]:
-        """Yield the messages of one stream. If there are several coordinators and the stream is
-        silent, its coordinator is checked now and then: if it is frozen, an error makes the caller
-        try the next one."""
+        """Yield the messages of one stream. With several coordinators, a silent stream's
+        coordinator is checked now and then: if it hangs, an error makes the caller try the next
+        one."""
         if not self._coordinators.are_several:
             async for message in stream:
                 yield message
@@ -343,14 +342,13 @@ class Connection:
 
     @property
     def stream_retry(self) -> Retry:
-        """Return the retry policy for tensor streams, which retry by themselves; call greet()
-        first."""
+        """Return the retry policy of tensor streams, which retry themselves; call greet() first."""
         num_pauses = math.ceil(self._patience_s / MAX_PAUSE_S)
         return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
 
     def may_retry(self, error: grpc.aio.AioRpcError, asked: str) -> bool:
-        """Return whether a retry may succeed: the coordinator answered before and is away, or
-        another may lead."""
+        """Return whether a retry may succeed: the coordinator has answered before and is away, or
+        another one may be the leader."""
         code = error.code()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._coordinators.are_several:
             self._coordinators.move_on(asked)  # it is frozen
@@ -364,8 +362,8 @@ class Connection:
         return self._has_answered or self._num_unanswered < len(self._coordinators.addresses)
 
     async def _raise_identity_problem(self, error: grpc.aio.AioRpcError, asked: str) -> None:
-        """Raise an error if one side rejects the other's identity, or a proxy rejects the address:
-        waiting does not help. A proxy that is away is waited for like a coordinator."""
+        """Raise an error if client or server rejects the other's identity, or a proxy rejects the
+        address: waiting does not help. A proxy that is away is waited for like a coordinator."""
         if name_of(error):
             return
         problem = await identity_problem(error, asked, self._proof, lasting=True)
@@ -390,7 +388,7 @@ def _is_at_work(error: grpc.aio.AioRpcError) -> bool:
 
 
 def _is_starting(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether the error comes from a server that is starting, or has no leader yet."""
+    """Return whether the error comes from a server that is starting, or knows no leader yet."""
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     reason = from_rpc_error(error)
@@ -411,13 +409,12 @@ _parent: int | None = None
 
 
 def is_lost() -> bool:
-    """Return whether clients in this process are unusable, because it was forked while one was
-    open."""
+    """Return whether this process cannot use clients, because it was forked while one was open."""
     return _parent is not None
 
 
 def check_fork() -> None:
-    """Raise WrongStateError if `is_lost`."""
+    """Raise WrongStateError if this process cannot use clients; see `is_lost`."""
     if is_lost():
         raise WrongStateError(
             f"this process is a fork of process {_parent}, in which a client of Stratagem was open,"

@@ -1,8 +1,8 @@
 """Diagnose a client, its coordinator and the workers, and advise what to do.
 
 This module has the findings about all of them together; common/observe/findings.py has those about
-one process. Each check is a function from measurements to findings; the measurements come from
-`Diagnose` and from this process. Nothing is changed.
+one process. Each check is a function from measurements to findings; the measurements come from the
+call `Diagnose` and from this process. Nothing is changed.
 """
 
 import time
@@ -32,7 +32,7 @@ class Measured:
     answer: pb.DiagnoseResponse
     round_trip_s: float
     clock_offset_s: float
-    """The coordinator's clock minus this one, in seconds."""
+    """The time of the coordinator's clock minus that of this process's clock, in seconds."""
     now_s: float
 
 
@@ -71,7 +71,7 @@ def _no_answer(address: str, error: StratagemError) -> Finding:
 
 
 def judge(address: str, measured: Measured) -> Iterator[Finding]:
-    """Yield the findings that follow from measurements; a pure function."""
+    """Yield the findings that follow from the measurements; a pure function."""
     answer = measured.answer
     yield findings.connection(address, measured.round_trip_s, answer.term)
     yield from _versions(measured)
@@ -140,7 +140,7 @@ def _versions(measured: Measured) -> Iterator[Finding]:
 
 
 def _role(proof: Proof) -> Iterator[Finding]:
-    """Yield a finding if the certificate is not a client's, with which every call is refused."""
+    """Yield a finding if the certificate is not that of a client, as then every call is refused."""
     try:
         cert_id = None if proof.tls is None else proof.tls.read().cert_id
     except InvalidInputError:

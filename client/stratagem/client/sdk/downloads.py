@@ -34,8 +34,8 @@ async def to_file(
 ) -> Path:
     """Download a state to a safetensors file, replacing an existing file.
 
-    plain: only the model, under all names of its state_dict(); see model_files.py. The model of
-    averaged parameters is always written so, because it is not a state.
+    plain: write only the model, under all names of its state_dict(); see model_files.py. This is
+    always so for the model of averaged parameters, because that is not a state.
     """
     with whole_file(path) as file:
 
@@ -55,7 +55,7 @@ async def to_file(
 async def to_folder(
     connection: Connection, run_id: RunId, which: str, path: Path, shard_bytes: int
 ) -> Path:
-    """Download the model, as `to_file` does with `plain`, to a new folder with an index."""
+    """Download the model to a new folder of files with an index, in the plain form of `to_file`."""
     with whole_folder(path) as files:
 
         def begin(manifest: Manifest, _header: bytes) -> Sink:
@@ -74,8 +74,8 @@ async def _verified(
     name: str,
     digest: str | None = None,
 ) -> None:
-    """Pull a state into the sink that `begin` makes from its manifest and file header. Raises
-    IntegrityError unless the content has the given digest, or that of its manifest."""
+    """Download a state to the sink that `begin` returns for its manifest and file header. Raises
+    IntegrityError unless the content has the given digest, by default the manifest's."""
     hashers: list[StateHasher] = []
 
     def accept(manifest: Manifest) -> Sink:
@@ -108,11 +108,11 @@ class ExportedModel:
 
     path: Path
     difference: float
-    """The largest difference between the exported model's outputs and the original's; 0 for a form
-    without code."""
+    """The largest difference between the outputs of the exported model and the original; 0 for
+    formats that hold no code."""
     inputs: tuple[str, ...] = ()
-    """The exported model's inputs, such as "x float32[rows, 64]": all sizes but the number of rows
-    are fixed."""
+    """The exported model's inputs, such as "x float32[rows, 64]"; only the rows' number may
+    vary."""
 
 
 async def export_model(
@@ -137,8 +137,8 @@ async def export_model(
 
 
 def _free(path: Path, *, is_file: bool) -> str:
-    """Return the absolute path of a new file or folder. Raises InvalidInputError if it exists, or
-    cannot be created."""
+    """Return an absolute path for a new file or folder. Raises InvalidInputError if something
+    exists there, or it cannot be created."""
     if path.exists():
         raise InvalidInputError.at("path", f"{path} exists already; nothing was written")
     if is_file and not path.absolute().parent.is_dir():
@@ -148,8 +148,7 @@ def _free(path: Path, *, is_file: bool) -> str:
 
 
 async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> Path:
-    """Download a run's trace to a file, replacing an existing file. An interrupted stream begins
-    again."""
+    """Download a run's trace to a file, replacing an existing one; after a cut it begins again."""
     request = pb.DownloadProfileRequest(run_id=run_id)
     with whole_file(path) as file:
 
@@ -166,7 +165,7 @@ async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> 
 
 
 async def pull_state(connection: Connection, run_id: RunId, which: str, accept: Accept) -> Manifest:
-    """Download a state to the destination that `accept` returns; resume after a cut."""
+    """Download a state to the sink that `accept` returns; resume after an interruption."""
 
     def request(offset: int) -> pb.DownloadStateRequest:
         return pb.DownloadStateRequest(run_id=run_id, which=which, offset=offset)
@@ -202,11 +201,11 @@ class BackupDone:
     journal_bytes: int
     num_blobs: int
     num_copied: int
-    """The number of blobs copied because the folder did not hold them."""
+    """The number of blobs (stored states) that were copied because the folder lacked them."""
 
 
 async def back_up(connection: Connection, folder: Path) -> BackupDone:
-    """Copy the journal and the states of this moment into a folder, which is created if missing."""
+    """Copy the journal and the states, as they are now, into a folder; create it if missing."""
     _make(folder)
     await connection.greet()
     with whole_file(folder / "journal.sqlite", mode=0o600) as journal:
@@ -236,7 +235,7 @@ async def back_up(connection: Connection, folder: Path) -> BackupDone:
 
 
 def blob_path(folder: Path, digest: Digest) -> Path:
-    """Return the path of a blob in a backup."""
+    """Return the path of a blob (a stored state) in a backup."""
     return folder / "blobs" / digest[:2] / f"{digest}.safetensors"
 
 
@@ -245,7 +244,7 @@ def _make(folder: Path) -> None:
 
 
 def _prune(folder: Path, digests: Collection[Digest]) -> None:
-    """Remove the blobs of a backup that are not among these digests."""
+    """Delete the blobs of a backup whose digests are not among these."""
     for path in (folder / "blobs").glob("*/*.safetensors"):
         if path.stem not in digests:
             path.unlink()

@@ -28,7 +28,7 @@ from stratagem.common.tensors.manifest import (
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _LARGEST: Final = 99_999
-"""The largest number of a file, as names have five digits."""
+"""The largest number of a file, because names have five digits for it."""
 
 Shards = Sequence[Sequence[TensorSpec]]
 
@@ -36,8 +36,8 @@ Shards = Sequence[Sequence[TensorSpec]]
 def shards_of(tensors: Sequence[TensorSpec], shard_bytes: int | None) -> Shards:
     """Divide tensors, in order, among files of at most shard_bytes of data each; None: one file.
 
-    No tensor is split: a larger one has a file of its own. Raises InvalidInputError for more files
-    than their names can number.
+    No tensor is split: a larger one has a file of its own. Raises InvalidInputError if there would
+    be more than 99,999 files.
     """
     shards: list[list[TensorSpec]] = []
     room = 0
@@ -54,12 +54,12 @@ def shards_of(tensors: Sequence[TensorSpec], shard_bytes: int | None) -> Shards:
 
 
 def shard_name(number: int, num_shards: int) -> str:
-    """Return the file name of a shard; numbers begin with 0."""
+    """Return the name of a model file; `number` begins with 0."""
     return f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
 def index_text(shards: Shards) -> str:
-    """Return the JSON index of the shards: the file of each tensor, and the total size."""
+    """Return the index of the model files as JSON: the file of each tensor, and the total size."""
     names = [shard_name(number, len(shards)) for number in range(len(shards))]
     total = sum(tensor.size_bytes for shard in shards for tensor in shard)
     weight_map = {
@@ -152,7 +152,7 @@ _FORMAT: Final = {"format": "pt"}
 
 
 class PlainModel:
-    """A sink for the bytes of a state that writes only the model's, to plain files."""
+    """A sink for the bytes of a whole state that writes those of the model to plain files."""
 
     def __init__(
         self,
@@ -163,9 +163,9 @@ class PlainModel:
         shard_bytes: int | None = None,
         begin: Callable[[Shards], None] = lambda _: None,
     ) -> None:
-        """Write the headers of the files. write: writes bytes to a file number at an offset; begin:
-        is given the shards before that. Raises InvalidInputError for a state without a model, or
-        without an average if that is wanted."""
+        """Write the headers of the files. write: writes bytes to the file of a number at an offset;
+        begin: is called first, with the tensors of each file. Raises InvalidInputError for a state
+        without a model, or without the average that is wanted."""
         specs = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
         if not specs:
             raise InvalidInputError.at("plain", "there is no model in this file of the run")
@@ -187,7 +187,7 @@ class PlainModel:
                 self._places[name].append((number, len(header) + target.offset))
 
     def write(self, offset: int, data: bytes) -> None:
-        """Write the state's data from this byte offset on."""
+        """Write data that begins at this byte offset of the state."""
         rest = memoryview(data)
         while rest:
             tensor = self._stored[bisect_right(self._starts, offset) - 1]
@@ -204,10 +204,10 @@ def _plain(specs: Iterable[TensorSpec]) -> Manifest:
 
 
 def means_of(manifest: Manifest) -> dict[str, str]:
-    """Return the averaged tensors' names, keyed by the model's tensor names, tied ones included.
+    """Return the name of the averaged tensor for each of the model's tensors, tied ones included.
 
-    Empty if the averages replace the parameters. Raises InvalidInputError for a state without an
-    average.
+    Empty if the model's parameters are themselves averages. Raises InvalidInputError for a state
+    without an average.
     """
     first = {spec.name: spec.alias_of or spec.name for spec in manifest.tensors}
     means = {

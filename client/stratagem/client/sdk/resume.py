@@ -1,5 +1,5 @@
-"""Resolve the start of a job, an earlier run or a file, to the digest of a stored state, and check
-resumed jobs.
+"""Resolve the `initial` of a job, an earlier run or a file, to the digest of a stored state, and
+check jobs that resume runs.
 
 This happens before the job is submitted, so the run records permanently what it began from.
 """
@@ -31,7 +31,7 @@ _FINAL: Final = "final"
 
 
 async def resolve_initial(connection: Connection, job: JobSpec) -> tuple[JobSpec, str]:
-    """Return the job with `initial` resolved to a digest, and a note for its author.
+    """Return the job with its `initial` replaced by a digest, and a remark for the user or "".
 
     Raises NotFoundError for a run, a state or a file that does not exist, and InvalidInputError for
     a file that is not a safetensors file.
@@ -99,7 +99,7 @@ MAY_CHANGE: Final = (
     *("strategy.options.partition_state", "strategy.options.mirror"),
     *("strategy.options.min_replicas", "strategy.options.upload_every"),
 )
-"""Fields that a resumed job may change, with all fields below them, except those in MUST_STAY."""
+"""Fields that a resumed job may change, with all fields below them, unless in MUST_STAY."""
 MUST_STAY: Final = {
     "optimizer.name": "the state holds what that optimizer keeps for each parameter",
     "optimizer.entrypoint": "the state holds what that optimizer keeps for each parameter",
@@ -112,16 +112,16 @@ MUST_STAY: Final = {
     "strategy": "it decides the bits of the steps",
 }
 _MAPPINGS: Final = ("strategy.options",)
-"""Fields that compare equal to a missing one if all values in them are defaults."""
+"""Fields that count as missing if all values in them are defaults."""
 _COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
 _OVER_ALL: Final = ("linear", "cosine", "polynomial", "onecycle")
-"""Schedules that span the whole training, unless they have a length of their own."""
+"""Learning-rate schedules that span the whole training, unless they have a length of their own."""
 _OTHERS: Final = "it decides the bits of the steps"
 
 
 def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
-    """Raise InvalidInputError, which names every field that differs from the resumed run's job and
-    must not."""
+    """Raise InvalidInputError with every field that differs from the resumed run's job and may
+    not."""
     before = JobSpec.parse(earlier)
     changed = _changed(before.document(), job.document())
     violations = [violation for violation in map(_violation, changed) if violation is not None]
@@ -133,11 +133,11 @@ def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
 
 
 def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
-    """Raise InvalidInputError if the job's epochs end no later than the commit that it continues
+    """Raise InvalidInputError if the job's epochs end at or before the commit that it continues
     from.
 
-    status: of the earlier run, whose epochs give the number of steps in one. If that job counted
-    steps, the worker checks this, because it knows the number of rows.
+    status: the status of the resumed run, whose epochs give the number of steps per epoch. If its
+    job counted steps, only the worker can check this, because it knows the number of rows.
     """
     earlier = JobSpec.parse(dict(status.job)).epochs
     if job.steps is not None or not job.epochs or not earlier or not status.num_steps:
@@ -152,10 +152,10 @@ def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
 
 
 def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
-    """Return a note if a learning-rate schedule spans the training, whose length has changed; else
-    "".
+    """Return a remark if a learning-rate schedule spans the training, whose length has changed,
+    else "".
 
-    status: of the earlier run. A schedule that was changed too needs no note.
+    status: the status of the resumed run. A schedule that the job changed, too, needs no remark.
     """
     earlier = JobSpec.parse(dict(status.job))
     changes = [
@@ -189,14 +189,14 @@ def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
 
 
 def _ends_with_all(schedule: ScheduleSpec) -> str:
-    """Return the name of the schedule's curve if it ends with the training; else ""."""
+    """Return the name of the schedule's curve if that ends when the training ends; else ""."""
     if schedule.name == "chain" and schedule.parts:
         return _ends_with_all(schedule.parts[-1])
     return schedule.name or "" if schedule.name in _OVER_ALL and schedule.steps is None else ""
 
 
 def _optimizers_of_groups(job: JobSpec) -> list[object]:
-    """Return the groups with an optimizer of their own: which parameters, and which optimizer."""
+    """Return (rules for its parameters, optimizer) for each group with an optimizer of its own."""
     return [
         (group.match, group.max_dims, group.optimizer.label)
         for optimizer in job.optimizers().values()
@@ -208,8 +208,8 @@ def _optimizers_of_groups(job: JobSpec) -> list[object]:
 def carried_metrics(
     metrics: Mapping[str, float], earlier: JobSpec, job: JobSpec
 ) -> dict[str, float]:
-    """Return the metrics of a commit that carry over to the new run: the counters of early stopping
-    and plateaus that follow the same metric, and the skipped steps."""
+    """Return the metrics of a commit with which the new run continues: skipped steps, and the
+    counters of early stopping and of plateaus, if these watch the same metric as before."""
     dropped = {
         f"{prefix}{name}"
         for prefix, of_job in (("stop.", _stops_by), ("plateau.", _falls_by))
@@ -241,7 +241,7 @@ def _falls_by(job: JobSpec) -> tuple[str, str] | None:
 def _changed(
     before: Mapping[str, JSON], after: Mapping[str, JSON], path: str = ""
 ) -> Iterator[str]:
-    """Yield the paths of the fields that differ in two documents; a list differs as a whole."""
+    """Yield the paths of fields that differ in two documents; a list is compared as one value."""
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key), after.get(key)
         if old == new:
@@ -256,8 +256,8 @@ def _changed(
 
 
 def _violation(path: str) -> Violation | None:
-    """Return the violation for a changed field, or None; the rule with the longest matching path
-    applies."""
+    """Return the error about a changed field, or None if it may change; the rule with the longest
+    matching path decides."""
     parts = path.split(".")
     for prefix in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
         if prefix in MAY_CHANGE:

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 ASKING_S: Final = 5.0
-"""The longest wait for a status if the caller asked not to wait, as the coordinator may be away."""
+"""The longest wait for a status with timeout_s=0, because the coordinator may be away."""
 
 
 class AsyncRun:
-    """A handle on one run of a coordinator; it holds no state of the run itself."""
+    """A handle on one run of a coordinator, which knows only the run's id and asks for all else."""
 
     def __init__(
         self, connection: Connection, run_id: RunId, note: str = "", *, created: bool = False
@@ -144,7 +144,7 @@ class AsyncRun:
         return course_clients(await self.events(), party)
 
     async def members(self) -> tuple[MemberInterval, ...]:
-        """Return when each worker was a member of the run, and why it left."""
+        """Return the times in which each worker was a member of the run, and why it left."""
         return course_members(await self.events())
 
     async def population(self) -> Population:
@@ -158,7 +158,7 @@ class AsyncRun:
     async def past(
         self, from_index: int = 0, *, before_index: int | None = None
     ) -> AsyncGenerator[list[Event]]:
-        """Yield the events so far, from an index on, as many at a time as come in one message.
+        """Yield the events so far, from an index on, in batches as the messages bring them.
 
         before_index: only events before this one.
         """
@@ -181,7 +181,7 @@ class AsyncRun:
             yield events
 
     async def shown(self, max_rows: int = 2048) -> ReportedRun:
-        """Return the data for all pictures of the run; max_rows: of each curve."""
+        """Return the data for all pictures of the run. max_rows: the most rows of each curve."""
         status, events = await self.status(), await self.events()
         history = await self.history(*recorded(status.job), max_rows=max_rows)
         return await asyncio.to_thread(ReportedRun.of, status, events, history)
@@ -365,9 +365,9 @@ class AsyncRun:
     ) -> downloads.ExportedModel:
         """Write the model in the format of another program; the path must not exist yet.
 
-        The model is built on this machine, by the user's code, which needs torch. import_path:
+        The model is built on this machine by the user's code, which needs torch. import_path:
         folders with the user's modules, by default the current folder. hf: a folder for
-        from_pretrained, in shards of shard_size. torch-export, onnx: a file, whose outputs are
+        from_pretrained, in files of shard_size. torch-export, onnx: a file, whose outputs are
         compared with the model's; all sizes but the number of rows are those of the data.
         """
         job = JobSpec.parse(dict((await self.status()).job))

@@ -50,10 +50,8 @@ Job = JobSpec | Mapping[str, Any] | str | PathLike[str]
 
 
 def parse_job(job: Job, inline: str | None = None) -> JobSpec:
-    """Return the validated job. Raises InvalidInputError with one violation per wrong field.
-
-    inline: the digest of uploaded data, which replaces the job's data.
-    """
+    """Return the validated job. Raises InvalidInputError with a violation for each wrong field.
+    inline: the digest of uploaded data, which replaces the job's data."""
     match job:
         case str() | PathLike():
             return load_job(Path(job), [] if inline is None else [f"data={{inline: {inline}}}"])
@@ -73,7 +71,7 @@ _PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.questions")
 _LONG_S: Final = 30.0
 """The time after which the user is told what the subprocess is doing; it doubles each time."""
 _PLACE_S: Final = 2.0
-"""The time for which an interrupted caller waits to learn what the subprocess was doing."""
+"""The time for which an interrupted caller waits to be told what the subprocess was doing."""
 _WHERE: Final = "where"
 NO_TORCH: Final = (
     "the model has to be built for this, and torch is not installed here; "
@@ -180,8 +178,7 @@ def _replies(
     tell: Callable[[Mapping[str, Any]], None],
     complain: Callable[[str], None],
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the replies of a subprocess; pass its findings to `tell` and its progress to
-    `complain`."""
+    """Yield a subprocess's replies; pass its findings to `tell` and its progress to `complain`."""
     patience_s = _LONG_S
     while True:
         try:
@@ -203,7 +200,7 @@ def _replies(
 
 
 def _place_at_end(process: "subprocess.Popen[str]", lines: "SimpleQueue[str]") -> str:
-    """Return a sentence about what a subprocess was doing when it was interrupted."""
+    """Return a text on where an interrupted subprocess was in the code, as far as it tells."""
     _write(process, _WHERE)
     until_s = time.monotonic() + _PLACE_S
     with suppress(Empty):
@@ -342,8 +339,8 @@ def recommend(
 def resolve_parallelism(
     job: JobSpec, workers: Sequence[Worker], import_path: Sequence[Path] = ()
 ) -> tuple[JobSpec, str]:
-    """Return the job with the strategy that `execution.parallelism` chooses for these workers, and
-    the reason."""
+    """Return the job with the strategy to which its `execution.parallelism` leads on these workers,
+    and the reason for the choice."""
     match job.execution.parallelism:
         case "None":
             return job, ""
@@ -359,7 +356,7 @@ def resolve_parallelism(
 
 
 def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """Return the live workers, sorted by name, in the form that the subprocess takes."""
+    """Return the workers that may work, sorted by name, as plain values for the subprocess."""
     return [
         {
             "worker_id": worker.worker_id,
@@ -374,8 +371,7 @@ def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
 
 
 def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
-    """Distribute an evaluation over all workers, which exchange nothing; return the job and the
-    reason."""
+    """Return an evaluation job spread over all workers, which exchange nothing, and why."""
     chosen: strategies.Strategy = strategies.Local()
     reason = "Local: there is one worker"
     if num_workers > 1:
@@ -513,7 +509,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _partitions(strategy: Strategy, field: str) -> Iterator[tuple[str, Partition]]:
-    """Yield (field, partition) for a pipeline, which is the strategy or each of its replicas."""
+    """Yield (field, partition) for the stages of a pipeline, which may be inside a strategy."""
     if isinstance(strategy, ModelParallel):
         for place, partition in enumerate(strategy.partitions):
             yield f"{field}.partitions[{place}]", partition

@@ -1,6 +1,6 @@
 """Convert states to tensors, and tensors to inline data: the parts of the client that need torch.
 
-Imported only if a caller asks for tensors or passes some.
+This module is imported only if a caller asks for tensors or passes some.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ async def to_state_dict(
 
 
 def pack_tensors(named: Mapping[str, Any]) -> tuple[Manifest, list[memoryview]]:
-    """Return the manifest and the bytes of tensors, or arrays in native byte order."""
+    """Return the manifest and the bytes of tensors, or of arrays in native byte order."""
     tensors = {
         name: value if isinstance(value, torch.Tensor) else _tensor(value)
         for name, value in named.items()
@@ -51,6 +51,6 @@ def pack_tensors(named: Mapping[str, Any]) -> tuple[Manifest, list[memoryview]]:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Convert an array to a tensor; torch knows some element types by name only."""
+    """Convert an array to a tensor by its type's name, as torch.from_numpy lacks some types."""
     flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
     return flat.view(torch_dtype(array.dtype.name)).reshape(array.shape)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     InlineData = Mapping[str, tuple[Rows | Mapping[str, Rows], Rows | Mapping[str, Rows] | None]]
 else:
     InlineData = Mapping
-"""By split: (x, y); each an array or tensor of rows, or a mapping of these; y may be None."""
+"""Data by split: (x, y), each an array or tensor of rows, or a mapping of these; y may be None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PackedData:
 
 
 def pack(data: InlineData) -> PackedData:
-    """Pack the splits of inline data as one blob. Raises InvalidInputError that names what cannot
+    """Pack the splits of inline data as one blob. Raises InvalidInputError naming data that cannot
     be sent."""
     named = {
         name: value if _is_torch(value) else _plain(name, value) for name, value in _named(data)
@@ -78,7 +78,7 @@ async def upload(connection: Connection, packed: PackedData) -> None:
 async def send(
     connection: Connection, manifest: Manifest, content: Source | Sequence[memoryview]
 ) -> None:
-    """Upload a blob whose manifest names its digest, unless the coordinator has it already."""
+    """Upload a blob, named by the digest in its manifest, unless the coordinator has it already."""
     await connection.greet()
     header = pb.UploadDataHeader(digest=manifest.digest, manifest=to_proto(manifest))
     await push(
@@ -91,8 +91,8 @@ async def send(
 
 
 async def resolve_code(connection: Connection, job: JobSpec) -> JobSpec:
-    """Upload the job's code, or the notebook cells that it uses; return the job with the code's
-    digest."""
+    """Upload the job's code, or the notebook cells that it names; return the job with the code's
+    digest in place of its folder."""
     code = cells.code_of(job)
     if code is None or code.digest is not None:
         return job
@@ -135,8 +135,8 @@ def _is_torch(value: object) -> bool:
 
 
 def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, list[memoryview]]:
-    """Return the manifest and the bytes of arrays, largest elements first as in torch_codec, so
-    that equal data have equal digests."""
+    """Return the manifest and the bytes of arrays, sorted as in torch_codec by the size of their
+    elements, so that equal data have equal digests."""
     ordered = sorted(named.items(), key=lambda item: -item[1].itemsize)
     triples = ((name, array.dtype.name, array.shape) for name, array in ordered)
     manifest = build_manifest(triples, Purpose.DATA)
@@ -144,6 +144,6 @@ def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, l
 
 
 def _plain(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Convert an array to little endian and C order."""
+    """Convert an array to little-endian byte order and C order."""
     dtype_named(array.dtype.name, f"data.{name}")
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))

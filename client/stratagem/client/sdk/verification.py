@@ -1,9 +1,10 @@
-"""Verify a run: compute its claims again, as runs of the same job, and compare the digests.
+"""Verify a run: compute again the claims (digests of states and updates) that it has recorded, by
+runs of the same job, and compare.
 
 A verifying run takes the path of every other run: the same plan, from the same base, on workers of
-the same numerics. It begins with a state of the verified run that is still stored, where a resumed
-run computes the same bits, and otherwise with the beginning of the job. It is deleted when its
-claims are equal, and kept when one differs.
+the same numerics. It begins with a stored state of the verified run where a resumed run would
+compute the same bits, and otherwise with the beginning of the job. It is deleted when its claims
+are equal, and kept when one differs.
 """
 
 import asyncio
@@ -44,41 +45,40 @@ from stratagem.common.numerics.verification import Conclusion, conclude
 from stratagem.v1 import coordinator_pb2 as pb
 
 OnClaim = Callable[[Claim, Claim], None]
-"""Called with each claim of the run and the new claim for its place."""
+"""A function that is given each compared claim of the run, and the second execution's claim."""
 MIN_RETENTION: Final = 4
-"""The fewest commits that a verifying run keeps, because it stops some commits after a
-difference."""
+"""The least number of commits that a verifying run keeps: it stops some after a difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A claim of the run that another execution contradicts, and what is known of the cause."""
+    """A claim of the run that a second execution contradicts, with hints at the cause."""
 
     claim: Claim
     again: Claim
     run_id: str
-    """The verifying run that made the other claim; it is kept."""
+    """The id of the verifying run that made the other claim; this run is kept."""
     third: Claim | None = None
     why_open: str = ""
-    """Why there is no third claim."""
+    """The reason why there is no claim by a third execution."""
     step: int | None = None
-    """The first recorded step in which the histories of both executions differ."""
+    """The first recorded step in which the step histories of both executions differ."""
     series: str = ""
-    """The series that differs in that step."""
+    """The series of the step history that differs in that step."""
     values: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of a verification: claims that are equal, claims left out, and a difference."""
+    """The result of a verification: the claims that are equal, those left out, and a difference."""
 
     run_id: str
     equal: tuple[Claim, ...]
-    """The claims that were computed again with the same digest."""
+    """The claims for which the second execution had the same digest."""
     unverified: Mapping[ClaimPlace, str]
-    """The chosen claims that were not compared, and the reason."""
+    """The chosen claims that were not compared, with the reason."""
     workers: tuple[str, ...]
-    """The workers that have computed the compared claims again."""
+    """The workers that computed the compared claims in verifying runs."""
     difference: Difference | None = None
 
     @property
@@ -94,7 +94,7 @@ class Verification:
 
 
 class RunCalls(NamedTuple):
-    """The calls of a client that a verification needs."""
+    """The client's calls that a verification makes: get a run by its id, and submit a job."""
 
     get: Callable[[str], Awaitable[AsyncRun]]
     submit: Callable[[JobSpec, str], Awaitable[AsyncRun]]
@@ -109,16 +109,16 @@ class Verifier:
     claims: RunClaims
     on_claim: OnClaim
     stored: Mapping[int, int]
-    """The segments of stored states that a verifying run may begin with, keyed by step."""
+    """The segment of each stored state that a verifying run may begin with, keyed by step."""
     inputs: Mapping[Input, Any]
-    """The inputs of the run, which a verifying run must have, too."""
+    """The inputs of the run that a verifying run must have, too, such as the number of rows."""
     root_steps: Mapping[ClaimPlace, int]
     equal: list[Claim] = field(default_factory=list)
     unverified: dict[ClaimPlace, str] = field(default_factory=dict)
     workers: dict[str, None] = field(default_factory=dict)
 
     async def verify(self, stretch: Stretch) -> Difference | None:
-        """Compute a stretch, up to its end or to the first claim that differs."""
+        """Compute the claims of some steps again, up to the first difference, which is returned."""
         wanted = {
             place
             for place, claim in self.claims.by_place.items()
@@ -157,10 +157,10 @@ class Verifier:
         *,
         keeps: bool = False,
     ) -> tuple[Claim | None, str]:
-        """Execute a stretch until a wanted claim differs, or all are removed from `wanted`.
+        """Run a stretch of steps until a wanted claim differs, or all are removed from `wanted`.
 
-        Return the claim that was compared last, and why the run ended early, or "". The run does
-        not outlive this call, however it ends; with `keeps` it does if a claim differs.
+        Return the claim that was compared last, and the reason why the run ended early, or "". The
+        run is deleted, however this call ends, unless `keeps` is set and a claim differs.
         """
         is_kept = False
         try:
@@ -214,7 +214,7 @@ class Verifier:
 
     async def _end(self, run_id: str, *, keeps: bool) -> None:
         """Stop a verifying run, and delete it unless it is kept. The result does not depend on
-        that, so a coordinator that refuses or is away leaves the run behind."""
+        that: if the coordinator refuses or is away, the run is left behind."""
         with suppress(StratagemError):
             run = await self.runs.get(run_id)
             if not (await run.status()).phase.is_final:
@@ -225,7 +225,7 @@ class Verifier:
                 await run.delete()
 
     async def _explained(self, difference: Difference) -> Difference:
-        """Return the difference with the first step that differs, and a third execution."""
+        """Return the difference with the first step that differs, and a third execution's claim."""
         place = difference.claim.place
         (stretch,) = stretches([self.root_steps[place]], self.stored)
         third, reason = None, ""
@@ -255,10 +255,11 @@ async def verify(
     sample: float | None = None,
     on_claim: OnClaim = lambda _run, _again: None,
 ) -> Verification:
-    """Compute claims of a run that has ended again, all unless segments or a sample are named.
+    """Compute the claims of an ended run again: all of them, those of some segments, or of a
+    sample.
 
-    Raises WrongStateError for a run that has not ended or claims nothing, and InvalidInputError
-    for segments that it has not committed.
+    Raises WrongStateError for a run that has not ended or claims nothing, and InvalidInputError for
+    segments that it has not committed.
     """
     run = await runs.get(run_id)
     status = await run.status()
@@ -290,7 +291,7 @@ async def verify(
 
 
 async def _record(run: AsyncRun, verification: Verification) -> None:
-    """Store the result with the run; a coordinator that is older, or refuses, changes nothing."""
+    """Store the result with the run; it is no error if the coordinator is too old or refuses."""
     result = pb.VerificationResult(
         conclusion=verification.conclusion,
         num_equal=len(verification.equal),
@@ -302,7 +303,7 @@ async def _record(run: AsyncRun, verification: Verification) -> None:
 
 
 async def claims_of(run: AsyncRun) -> RunClaims:
-    """Return the claims of a run so far."""
+    """Return the claims that a run has made so far."""
     claims = RunClaims()
     async for page in run.past():
         for event in page:
@@ -349,10 +350,10 @@ def certificate(
 
 
 def read_certificate(path: Path, key: Path | None = None) -> Mapping[str, Any]:
-    """Return the certificate that a file holds.
+    """Return the certificate in a file. key: a file of keys, one of which must have signed it.
 
-    key: public keys, one of which must have signed it. Raises InvalidInputError if the file is no
-    certificate, IntegrityError if it was changed or is not signed so.
+    Raises InvalidInputError if the file is no certificate, IntegrityError if the certificate was
+    changed or is not signed by such a key.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -376,10 +377,8 @@ def read_certificate(path: Path, key: Path | None = None) -> Mapping[str, Any]:
 
 
 def check_certificate(document: Mapping[str, Any], status: RunStatus, claims: RunClaims) -> int:
-    """Return how many digests a certificate and the claims of its run have in common.
-
-    Raises IntegrityError for another job, or a digest that the run has not recorded.
-    """
+    """Return the number of digests that a certificate shares with the claims of its run. Raises
+    IntegrityError if it is about another job, or has a digest that the run has not recorded."""
     if document["job"] != _job_digest(status):
         raise IntegrityError(f"certificate: run {document['run']} has another job")
     recorded = {tuple(place): claim.digest for place, claim in claims.by_place.items()}

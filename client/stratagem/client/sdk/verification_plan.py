@@ -1,7 +1,7 @@
-"""Decide what a verification computes again, and what may be compared, by pure functions.
+"""Decide by pure functions what a verification computes again, and what it may compare.
 
-A verification accuses nobody in doubt: what timing, machines, secrets, other data or other numerics
-may have changed is not compared, and the reason is told.
+A verification accuses nobody in doubt: claims that timing, machines, secrets, other data or other
+numerics may have changed are not compared, and the reason is reported.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -32,7 +32,7 @@ from stratagem.common.strategy import ByCapability, Federated
 from stratagem.common.strategy.strategies import DataParallel, Local, ModelParallel
 
 RESUMABLE: Final = (Local, DataParallel, ModelParallel)
-"""Strategies under which a run resumed from a commit has the same bits as an undisturbed one."""
+"""Strategies under which a run resumed from a commit has the same bits as an uninterrupted run."""
 
 # ---- Steps ----
 
@@ -48,9 +48,9 @@ class Stretch:
 
 
 def stretches(steps: Iterable[int], stored: Mapping[int, int]) -> list[Stretch]:
-    """Return what to compute so that the states after these steps are reached.
+    """Return the ranges of steps to compute so that the states after all given steps are reached.
 
-    stored: the segments of stored states that a run may begin with, keyed by the state's step.
+    stored: the segment of each stored state that a run may begin with, keyed by the state's step.
     """
     plan: list[Stretch] = []
     for step in sorted(steps):
@@ -66,8 +66,9 @@ def stretches(steps: Iterable[int], stored: Mapping[int, int]) -> list[Stretch]:
 
 
 def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
-    """Return, keyed by place, the step of the root party's next state, or of its last one if none
-    follows; for places of the root, and if the root has no states, the step of the place."""
+    """Return, for the place of each claim, the step up to which a run must be computed to reach it:
+    that of the next state of the whole run, or of its last state if none follows. For claims about
+    the whole run, and if it has no states, this is the step of the place."""
     steps: dict[ClaimPlace, int] = {}
     has_root, following = any(place.is_root_state for place in claims.by_place), claims.last_step
     for place in reversed(claims.by_place):
@@ -80,8 +81,8 @@ def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
 def chosen_steps(
     claims: RunClaims, segments: Collection[int] | None, sample: float | None, seed: int
 ) -> set[int]:
-    """Return the steps to verify, all unless segments or a sample are named; a sample is the same
-    each time, and has at least one segment. Raises InvalidInputError for a choice that is wrong."""
+    """Return the steps whose states to verify: all, those of segments, or of a sample, which is the
+    same each time and has at least one segment. Raises InvalidInputError for a wrong choice."""
     if segments is not None and sample is not None:
         raise InvalidInputError.at("--sample", "is not possible with --segments; leave one out")
     root = [claim for place, claim in claims.by_place.items() if place.is_root_state]
@@ -110,7 +111,7 @@ def _steps_of(segments: Collection[int], states: Mapping[int, int]) -> set[int]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as text, such as "0:3,7"."""
+    """Format numbers as ranges, such as "0:3,7"."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -121,7 +122,8 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def kept_states(job: JobSpec, status: RunStatus) -> dict[int, int]:
-    """Return the segments of stored states that a verifying run may begin with, keyed by step."""
+    """Return the segment of each stored state that a verifying run may begin with, keyed by
+    step."""
     options = getattr(job.strategy, "options", None)
     is_whole = getattr(options, "local_steps", None) is None and job.hyperparameter_schedule is None
     if not isinstance(job.strategy, RESUMABLE) or not is_whole:
@@ -133,8 +135,8 @@ def kept_states(job: JobSpec, status: RunStatus) -> dict[int, int]:
 
 
 def doubt_of_job(job: JobSpec, numerics: int = rules.CURRENT) -> str:
-    """Return why another execution of a job, which ran under these numerics rules, may give other
-    bits; empty if it must not."""
+    """Return the reason why a second execution of the job may give other bits; "" if there is none.
+    numerics: the number of the rules of arithmetic that the run followed."""
     if not job.execution.deterministic:
         return "execution.deterministic: false permits sums in any order"
     if job.privacy is not None and job.privacy.noise == "secret":
@@ -145,7 +147,7 @@ def doubt_of_job(job: JobSpec, numerics: int = rules.CURRENT) -> str:
 
 
 def compared_inputs(job: JobSpec, inputs: Mapping[Input, Any]) -> dict[Input, Any]:
-    """Return those of a run's inputs that must be equal in another execution of its job."""
+    """Return those inputs of a run that must be equal in a second execution of its job."""
     is_local, strategy = job.data.worker_local is not None, cast("Any", job.strategy)
     is_bound = is_local
     while strategy is not None:
@@ -162,8 +164,8 @@ def compared_inputs(job: JobSpec, inputs: Mapping[Input, Any]) -> dict[Input, An
 
 
 def other_input(mine: Mapping[Input, Any], event: Event) -> str:
-    """Describe the first input in a verifying run's event that differs from the input of the run,
-    `mine`; empty if none differs."""
+    """Describe the first input in an event of a verifying run that differs from the verified run's,
+    in `mine`; "" if none differs."""
     for (kind, party), here in inputs_of(event).items():
         there = mine.get((kind, party), here)
         if there == here:
@@ -182,7 +184,7 @@ def other_input(mine: Mapping[Input, Any], event: Event) -> str:
 
 
 def why_incomparable(run: Claim, again: Claim) -> str:
-    """Return why another execution's claim, and later ones, may differ; empty if they must not."""
+    """Return the reason why a second execution's claim, and later ones, may differ; "" if none."""
     if again.doubt:
         return f"in the verifying run, {again.doubt}"
     if run.numerics and again.numerics and run.numerics != again.numerics:
@@ -191,8 +193,8 @@ def why_incomparable(run: Claim, again: Claim) -> str:
 
 
 def first_step(run: History, again: History) -> tuple[int, str, tuple[float, float]] | None:
-    """Return the first step in which two histories differ, with the series and both values, among
-    the steps that both have; None if they are equal."""
+    """Return the first common step in which two histories differ, with the name of the series and
+    its two values; None if the histories do not differ."""
     differences: list[tuple[int, str, tuple[float, float]]] = []
     for name, series in run.items():
         other = again.get(name)

@@ -22,7 +22,7 @@ COLUMNS: Final = ("party", "series", "step", "last", "min", "max", "count", "non
 
 
 class _LineFile:
-    """Base of sinks that append lines to one file."""
+    """The base class of sinks that append lines to one file."""
 
     begin: ClassVar[bytes] = b""
 
@@ -129,8 +129,7 @@ MAX_FLOAT: Final = 3.4028234663852886e38
 
 class TensorBoardSink:
     """A sink that writes TensorBoard event files, in a folder per run. A row is a point at its last
-    step; if rows stand for several steps, the least and the greatest value are curves of their
-    own."""
+    step; if rows stand for several steps, their minimum and maximum are curves of their own."""
 
     def __init__(self, target: str) -> None:
         self._root = Path(target)
@@ -183,7 +182,7 @@ class TensorBoardSink:
 
 
 def frame(data: bytes) -> bytes:
-    """Frame data as one record of an event file, with length and checksums."""
+    """Encode data as one record of an event file, with its length and checksums."""
     length = struct.pack("<Q", len(data))
     return b"".join((length, _masked_crc(length), data, _masked_crc(data)))
 
@@ -195,7 +194,7 @@ def _masked_crc(data: bytes) -> bytes:
 
 
 def _event(wall_s: float, step: int, rest: bytes) -> bytes:
-    """Encode an Event message: wall_time = 1 (double), step = 2 (int64), and one more field."""
+    """Encode a TensorBoard Event: wall_time = 1 (double), step = 2 (int64), and one more field."""
     return b"\x09" + struct.pack("<d", wall_s) + b"\x10" + _varint(step) + rest
 
 

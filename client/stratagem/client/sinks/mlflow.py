@@ -1,6 +1,6 @@
-"""Log a run to MLflow, as a run of the experiment with the job's name.
+"""Log a run to MLflow, as a run of the experiment that has the name of the job.
 
-Needs the extra `mlflow`. A tag records how much of the run is there.
+Needs the extra `mlflow`. A tag of the MLflow run records how far it has been logged.
 """
 
 import json
@@ -21,7 +21,7 @@ CURSOR_TAG: Final = "stratagem.cursor"
 
 
 class MlflowSink:
-    """A sink that logs the last value of each row as a metric, under the name of its series."""
+    """A sink that logs each row's last value as a metric, under the name of its series."""
 
     def __init__(self, target: str) -> None:
         self._client: Any = MlflowClient(tracking_uri=target)

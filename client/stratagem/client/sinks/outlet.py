@@ -1,8 +1,8 @@
-"""Feed the history of a run to sinks, each from a thread of its own.
+"""Send the history of a run to sinks, each from a thread of its own.
 
-New data wake the thread, which fetches what the sink lacks. Nothing is queued, and a slow or
-failing sink delays neither the run nor other sinks. A failed sink is opened again and continues
-from what it has.
+New data wake the thread, which fetches the part that the sink lacks. Nothing is queued, and a slow
+or failing sink delays neither the run nor other sinks. A failed sink is opened again and continues
+after the data that it has.
 """
 
 import threading
@@ -33,11 +33,11 @@ INTERVAL_S: Final = 1.0
 """The shortest time between two updates of a sink."""
 FIRST_PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 60.0
-"""The longest backoff between attempts at a failing sink."""
+"""The longest pause between two attempts at a failing sink."""
 
 
 class FollowedHandle(Protocol):
-    """The part of a RunHandle that an outlet uses."""
+    """The methods of a RunHandle that an outlet uses."""
 
     def status(self) -> RunStatus: ...
 
@@ -51,9 +51,10 @@ class FollowedHandle(Protocol):
 
 
 def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) -> Cursor:
-    """Send a sink all events and rows that it lacks, and return its new cursor.
+    """Send a sink all events and rows that it lacks; return its new cursor, the position that it
+    has.
 
-    is_whole: the run has ended; otherwise steps that share a row with later steps are left out.
+    is_whole: the run has ended; otherwise steps that share a row with later ones are left out.
     """
     events = run.watch(cursor.event_index + 1, kinds=KINDS, follow=False)
     for event in events:
@@ -79,14 +80,14 @@ def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) ->
 
 
 def _goes_back(event: Event, cursor: Cursor) -> bool:
-    """Return whether this event makes the run repeat steps that the sink already has."""
+    """Return whether the event makes the run repeat steps of which the sink already has rows."""
     if event.kind != "RunResumed" or event.payload.get("from_segment") is None:
         return False
     return max(cursor.steps.values(), default=0) > int(event.payload.get("step") or 0)
 
 
 def _first_step(cursor: Cursor) -> int:
-    """Return the first step of which rows may be missing, for the party that is furthest behind."""
+    """Return the first step of which a row may be missing in the party that is furthest behind."""
     by_party: dict[str, int] = {}
     for name, step in cursor.steps.items():
         party = name.rpartition("/")[0]
@@ -110,8 +111,8 @@ class Outlet:
     def __init__(
         self, name: str, sink: Sink, run: FollowedHandle, complain: Callable[[str], None]
     ) -> None:
-        """Start the thread. name: as the user wrote it. complain: is given the first failure, and a
-        refusal, after which nothing is tried again."""
+        """Start the thread. name: the sink as the user wrote it. complain: is given the first
+        failure, and a refusal by the sink, after which there are no more attempts."""
         self.is_refused = False
         self._name, self._sink, self._run, self._complain = name, sink, run, complain
         self._cursor: Cursor | None = None
@@ -125,7 +126,7 @@ class Outlet:
         self._woken.set()
 
     def finish(self) -> str:
-        """Write the rest, with one more attempt after a failure; return what is wrong, or ""."""
+        """Send the rest, with one more attempt after a failure; return what is wrong, or ""."""
         self._ending.set()
         self._woken.set()
         self._thread.join()
@@ -192,27 +193,27 @@ def _described(status: RunStatus) -> SinkRun:
 
 
 def sinks_of(texts: Iterable[str]) -> dict[str, Sink]:
-    """Make the sinks named on a command line, keyed by their text. Raises InvalidInputError for an
+    """Make the sinks named on a command line, keyed by these texts. Raises InvalidInputError for an
     unknown sink."""
     return {text: sink_of(text) for text in texts}
 
 
 class LogOutlets:
-    """Context manager with an outlet for each sink of a run; on exit it sends the rest, or reports
+    """Context manager with an outlet for each sink of a run. On exit it sends the rest, or reports
     what is missing."""
 
     def __init__(
         self, run: RunHandle, sinks: Mapping[str, Sink], complain: Callable[[str], None]
     ) -> None:
-        """Start an outlet for each sink. sinks: keyed by the text that names each. complain: shows
-        the user a sentence."""
+        """Start an outlet for each sink. sinks: keyed by the text that names each. complain: is
+        given sentences to show to the user."""
         self._run_id, self._complain = run.run_id, complain
         self._outlets = {text: Outlet(text, sink, run, complain) for text, sink in sinks.items()}
         self.problems: dict[str, str] = {}
         """The reason why a sink is incomplete, keyed by the sink's text."""
 
     def take(self, item: Event | Progress) -> Event | Progress:
-        """Wake the sinks if an item is new to them, and return the item."""
+        """Wake the sinks if an item is an event that they receive; return the item."""
         if isinstance(item, Event) and item.kind in KINDS:
             for outlet in self._outlets.values():
                 outlet.wake()

@@ -1,8 +1,8 @@
-"""Define the interface of a sink, which receives the rows and events of a run and remembers how far
-it got.
+"""Define the interface of a sink, which receives the rows and events of a run and remembers how
+much it has.
 
 A package offers a sink as an entry point in the group `stratagem.sinks`: a callable that is given
-the text behind the name. For "tensorboard:DIR" the class `TensorBoardSink` is called with "DIR".
+the text after the name. For "tensorboard:DIR" the class `TensorBoardSink` is called with "DIR".
 """
 
 import json
@@ -36,20 +36,20 @@ class SinkRun:
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """A block of rows of one series, sorted by step."""
+    """A block of rows of one series of the step history, sorted by step."""
 
     party: str
-    """The party whose steps the rows describe; "" is the whole run."""
+    """The party (group of workers) whose steps the rows describe; "" is the whole run."""
     series: str
     stride: int
     """The largest number of steps that one row stands for."""
     observed: bool
-    """The values depend on clocks and machines: two runs of one job differ in them."""
+    """The values depend on clocks and machines, so two runs of one job differ in them."""
     columns: Columns
 
     @property
     def name(self) -> str:
-        """Return the unique name of the series: with the party, unless that is the whole run."""
+        """Return the unique name of the series, with its party unless that is the whole run."""
         return f"{self.party}/{self.series}" if self.party else self.series
 
 
@@ -58,37 +58,37 @@ class Cursor:
     """The position up to which a sink has the history of a run."""
 
     event_index: int = -1
-    """The index of the last event that the sink has; -1 for none."""
+    """The index of the last event that the sink has; -1 if it has none."""
     steps: Mapping[str, int] = field(default_factory=dict)
-    """The last step that the sink has, keyed by series name."""
+    """The last step that the sink has of each series, keyed by name."""
     size: int = 0
-    """The size in bytes at the cursor, if the sink is a file."""
+    """The size in bytes of the sink's file up to this position; 0 if it is no file."""
 
 
 class Sink(Protocol):
-    """A destination for the history of a run, called from one thread. Any exception is reported to
-    the user, and the sink is opened again."""
+    """A destination for the history of a run; all calls come from one thread. Any exception is
+    reported to the user, and the sink is opened again."""
 
     def open(self, run: SinkRun) -> Cursor:
-        """Return the sink's cursor for the run, and drop any data behind the cursor. Raises
+        """Return the sink's cursor for the run, after dropping data beyond it. Raises
         InvalidInputError if the target cannot hold the run."""
         ...
 
     def restart(self) -> Cursor:
-        """Drop what can be dropped, because the run went back to an earlier step; return the new
+        """Drop as much as possible, because the run went back to an earlier step; return the new
         cursor."""
         ...
 
     def rows(self, block: RowBlock) -> None:
-        """Write rows; each step of a series comes once, and in order."""
+        """Write rows; each step of a series comes once, in order."""
         ...
 
     def fact(self, event: Event) -> None:
-        """Write an event; each comes once, and in order."""
+        """Write an event; each comes once, in order."""
         ...
 
     def keep(self, cursor: Cursor) -> None:
-        """Make all data so far durable, then the cursor."""
+        """Make all data so far durable, then the cursor that describes them."""
         ...
 
     def close(self) -> None:
@@ -97,9 +97,9 @@ class Sink(Protocol):
 
 
 def values_of(event: Event) -> tuple[int, dict[str, float]]:
-    """Return the step or round of an event, and the numbers in it that the step history lacks.
+    """Return an event's step or round, and those of its numbers that the step history lacks.
 
-    These are numbers of evaluations, of a federation's rounds, and of a population's best member.
+    These belong to evaluations, to a federation's rounds, and to a population's best member.
     """
     fact = event.payload
     if party_of(event):
@@ -133,7 +133,7 @@ def cursor_path(target: Path, run_id: str) -> Path:
 
 
 def read_cursor(path: Path) -> Cursor | None:
-    """Read a cursor file; None if no valid one exists."""
+    """Read a cursor file; return None if it does not exist or is not valid."""
     try:
         saved = json.loads(path.read_text())
         steps = {str(name): int(step) for name, step in saved["steps"].items()}
@@ -161,11 +161,11 @@ def write_cursor(path: Path, cursor: Cursor) -> None:
 
 
 class GrowingFile:
-    """A file to which one run is appended, cut back to its cursor when it is opened again."""
+    """A file to which one run is appended; opened again, it is cut back to its cursor."""
 
     def __init__(self, path: Path, run: SinkRun, begin: bytes = b"") -> None:
-        """Open the file. begin: the header that every such file begins with. Raises
-        InvalidInputError for another program's file."""
+        """Open the file. begin: the header at the start of every such file. Raises
+        InvalidInputError if the file is not of this run."""
         self._path, self._begin = path, begin
         self._cursor_path = cursor_path(path, run.run_id)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ class GrowingFile:
             self.write(begin)
 
     def restart(self) -> Cursor:
-        """Truncate the file to its header, and return the empty cursor."""
+        """Cut the file back to its header, and return the cursor of an empty file."""
         self.cursor = Cursor()
         write_cursor(self._cursor_path, self.cursor)
         self._file.truncate(0)
@@ -194,7 +194,7 @@ class GrowingFile:
         self._file.write(data)
 
     def keep(self, cursor: Cursor) -> None:
-        """Flush the file to disk, then write the cursor with the file's size."""
+        """Flush the file to disk, then write the cursor together with the file's size."""
         self._file.flush()
         os.fsync(self._file.fileno())
         size = os.fstat(self._file.fileno()).st_size
@@ -202,7 +202,7 @@ class GrowingFile:
         write_cursor(self._cursor_path, self.cursor)
 
     def close(self) -> None:
-        """Close the file. Data behind the cursor are cut off when the file is opened again."""
+        """Close the file. Data beyond the cursor are cut off when the file is opened again."""
         self._file.close()
 
 
@@ -217,8 +217,7 @@ def sink_names() -> list[str]:
 
 
 def sink_of(text: str) -> Sink:
-    """Make the sink that NAME:TARGET describes. Raises InvalidInputError if there is none of this
-    name."""
+    """Make the sink that NAME:TARGET describes. Raises InvalidInputError for an unknown NAME."""
     name, _, target = text.partition(":")
     points = entry_points(group=GROUP, name=name)
     if not points:

@@ -1,7 +1,7 @@
 """Log a run to Weights & Biases, as a run of a project, also offline (WANDB_MODE=offline).
 
-Needs the extra `wandb`. Each value is logged with its step as the axis, because W&B's own count
-must not go back.
+Needs the extra `wandb`. Each value is logged with its step as the axis, because the count of steps
+that W&B keeps must not go back.
 """
 
 import os
@@ -25,7 +25,7 @@ STEP: Final = "step"
 
 
 class WandbSink:
-    """A sink that logs the last value of each row under the name of its series."""
+    """A sink that logs each row's last value under the name of its series."""
 
     def __init__(self, target: str) -> None:
         self._project = target

@@ -1,1 +1,1 @@
-"""Format the output of a terminal for a run, and complete command lines in a shell."""
+"""Format a run for the output on a terminal, and complete command lines in a shell."""

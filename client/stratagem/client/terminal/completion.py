@@ -1,4 +1,4 @@
-"""Complete the command line in a shell: print the script, and offer run ids and our own words.
+"""Complete the command line in a shell: print the script, and offer run ids and fixed words.
 
 Failures while a line is completed are silent, because there is nowhere to report them.
 """
@@ -17,7 +17,7 @@ from stratagem.client.sinks.sink import sink_names
 from stratagem.common.identity.tls import tls_files
 
 PATIENCE_S: Final = 0.3
-"""The time given to a coordinator to answer; without an answer, no run ids are completed."""
+"""The time within which a coordinator must answer; otherwise no run ids are offered."""
 PROGRAM: Final = "stratagem"
 VARIABLE: Final = "_STRATAGEM_COMPLETE"
 """The environment variable by which a shell asks for completions."""
@@ -39,7 +39,7 @@ EVENT_KINDS: Final = (
     *("SegmentRefuted", "SegmentVerified"),
     *("StoppedEarly", "UpdateReceived", "UpdateRejected", "UpdatesJudged"),
 )
-"""The event kinds that are completed; a coordinator may know others."""
+"""The kinds of events that are offered; a coordinator may know others."""
 
 
 class ShellName(StrEnum):
@@ -68,13 +68,13 @@ def completion(
 
 
 def answer_shells() -> None:
-    """Make the program print completions and exit if a shell has asked for them."""
+    """Print completions and exit if a shell has started this program to ask for them."""
     if VARIABLE in os.environ:
         of_typer.completion_init()  # type: ignore[attr-defined]
 
 
 def event_kinds(incomplete: str) -> list[str]:
-    """Return the event kinds that begin with the incomplete word."""
+    """Return the kinds of events that begin with the incomplete word."""
     return [kind for kind in EVENT_KINDS if kind.startswith(incomplete)]
 
 

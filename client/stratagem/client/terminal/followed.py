@@ -1,6 +1,6 @@
-"""Track the newest values of a followed run, from its items.
+"""Track the newest values of a followed run by its items, the events and progress of `watch`.
 
-Pure: folds the items of `watch`, in order; has neither clock nor terminal.
+The items are folded in order; neither clock nor terminal is used.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ TRAINING: Final = "train."
 
 @dataclass(slots=True)
 class Generations:
-    """The state of a population's generations so far."""
+    """The state of a population's generations."""
 
     num_closed: int = 0
     scored: set[str] = field(default_factory=set)
@@ -34,23 +34,22 @@ class Generations:
     best: float | None = None
     best_member: int | None = None
     num_copied: int = 0
-    """The number of members replaced by copies at the end of the last generation."""
+    """The number of members replaced by copies of others at the end of the last generation."""
 
 
 @dataclass(slots=True)
 class FollowedRun:
-    """The newest values of a run, updated by its items."""
+    """The newest values of a run, updated by the items (events and progress) of `watch`."""
 
     run_id: str
     name: str = ""
     strategy: str = ""
-    """The short name of the strategy, which decides what the run counts: steps, rounds or
-    generations."""
+    """The short name of the strategy; by it the run counts steps, rounds or generations."""
     scored_by: str = ""
     """The metric that decides which state is the best one, such as "test.accuracy"."""
     phase: Phase = Phase.PENDING
     sentence: str = ""
-    """The reason for the run's phase, or for its wait."""
+    """The reason why the run is in its phase, or why it waits."""
     is_waiting: bool = False
     step: int = 0
     num_steps: int = 0
@@ -63,10 +62,9 @@ class FollowedRun:
     mean_loss: float | None = None
     """The mean loss over the steps of the newest finished segment."""
     latest: Progress | None = None
-    """The newest progress; None if it no longer applies."""
+    """The newest progress; None once it no longer applies."""
     is_private: bool = False
-    """The run is private: its clients report no loss, which would reveal something about each of
-    them."""
+    """Clients report no loss, as training is private and a loss would reveal something."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the newest evaluation."""
     evaluated: int = 0
@@ -83,7 +81,7 @@ class FollowedRun:
 
     @classmethod
     def of(cls, status: RunStatus) -> "FollowedRun":
-        """Make the state of a run of which only the status is known yet."""
+        """Make the state of a run from its status, before any of its events is known."""
         evaluation = status.job.get("evaluation") or {}
         best = evaluation.get("best") or ""
         return cls(
@@ -106,7 +104,7 @@ class FollowedRun:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether any step, segment, round or generation has been counted."""
+        """Return whether the run has done any step, segment, round or generation."""
         return bool(self.step or self.segment or self.rounds.number or self.generations.scored)
 
     def update(self, item: Event | Progress) -> None:

@@ -1,4 +1,4 @@
-"""Show a run on one line as wide as the terminal, redraw it, and select milestones."""
+"""Show a run on a line as wide as the terminal, redraw it, and select events for lines above."""
 
 import io
 import math
@@ -34,7 +34,7 @@ MAX_BAR_CELLS: Final = 12
 MIN_BAR_CELLS: Final = 4
 MIN_NAME_CELLS: Final = 6
 QUIET_PHASES: Final = ("", "TRAINING")
-"""The strategy phases that the line does not show."""
+"""The phases of a strategy that the line does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Field:
 
     text: str
     stays: bool = False
-    """The field is dropped last if the line is too long."""
+    """The field is among the last to be dropped if the line is too long."""
     style: str = ""
 
 
 def live_line(run: FollowedRun, width: int) -> Text:
-    """Return the status line of a run with a progress bar, at most `width` cells wide."""
+    """Return the status line of a run with a progress bar, at most `width` character cells wide."""
     title = printable(run.name or run.run_id, is_line=True)
     fields = [Field(title, stays=True, style="bold"), *_fields(run)]
     done = fraction(run)
@@ -140,7 +140,7 @@ def best_text(run: FollowedRun) -> str:
 def loss_of(run: FollowedRun) -> float | None:
     """Return the newest loss to show for the run; None for a population or a private federation.
 
-    A federation's is that of its newest round, or of the round before while an open one has none.
+    A federation's is that of its newest round, or of the round before if an open round has none.
     """
     if run.is_population or run.is_private:
         return None
@@ -156,10 +156,10 @@ def loss_of(run: FollowedRun) -> float | None:
 
 
 def evaluation_texts(run: FollowedRun, among: Container[str] | None = None) -> list[str]:
-    """Format the metrics of the newest evaluation, the deciding one first: at most MAX_METRICS,
-    then the number of the others.
+    """Format the metrics of the newest evaluation, the one that decides the best state first: at
+    most MAX_METRICS, then the number of the others.
 
-    among: only these metrics, unless None.
+    among: the metrics to choose from, by default all.
     """
     metrics = without_spreads(run.metrics)
     names = sorted(metrics, key=lambda name: (name != run.scored_by, name))
@@ -207,7 +207,7 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
 
 
 def _phases(run: FollowedRun) -> Iterator[str]:
-    """Yield the current phases of strategy and training that are worth showing."""
+    """Yield the current phases of the strategy and of phase training, except the usual ones."""
     latest, newest = run.latest, run.rounds.newest
     if latest is None or (newest is not None and newest.is_open and latest.segment < run.segment):
         return  # it belongs to the previous round
@@ -243,7 +243,7 @@ def _of_population(run: FollowedRun) -> Iterator[Field]:
 
 
 def _percent(done: float) -> str:
-    """Format a fraction in percent, rounded down: only a complete run is "100%"."""
+    """Format a fraction in percent, rounded down, so that only a complete run is at "100%"."""
     return f"{math.floor(round(done * 100, 6))}%"  # a product may be a last bit too small
 
 
@@ -294,9 +294,9 @@ INTERVAL_S: Final = 0.1
 
 
 class RedrawnLine:
-    """Context manager that displays `line(width)` at the bottom of a terminal; thread-safe.
+    """Context manager that keeps `line(width)` at the bottom of a terminal; thread-safe.
 
-    Text that is written to stderr meanwhile appears above it, if that is a terminal.
+    Text that is written to stderr meanwhile appears above the line, if stderr is a terminal.
     """
 
     def __init__(self, console: Console, line: Callable[[int], Text]) -> None:
@@ -304,14 +304,14 @@ class RedrawnLine:
         self._lock = threading.RLock()
         self._is_stale = True
         self._cells = self._width = 0
-        """The width in cells of the line that is on the screen now."""
+        """The width, in character cells, of the line that is on the screen."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_drawing, name="line", daemon=True)
         self._stderr = sys.stderr
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Context manager for changes to what the line shows; it is redrawn soon after."""
+        """Context manager for changes of what the line shows; the line is redrawn soon after."""
         with self._lock:
             yield
             self._is_stale = True
@@ -382,7 +382,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Print the text that is not yet ended by a newline."""
+        """Print the text after the last newline."""
         rest, self._rest = self._rest, ""
         if rest:
             self._line.say(Text(rest))
@@ -400,9 +400,9 @@ TROUBLE: Final = {
     **dict.fromkeys(("BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"), ""),
     "SegmentRefuted": "REFUTED",
 }
-"""The kinds of events that are printed at once, with the word before each; "": the run's phase."""
+"""The kinds of events that are printed at once, with the word before; "": the run's phase."""
 ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})
-"""The kinds of events about the whole run that are printed as their sentence."""
+"""The kinds of events about the whole run for which the event's sentence is printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,12 +411,12 @@ class Milestone:
 
     text: str
     is_urgent: bool = False
-    """The line is printed at once, even where output is limited to a line per interval."""
+    """The line is printed at once, even where output is limited to one line per interval."""
 
 
 def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milestone | None:
-    """Return the line to print for an item; None if the item is not worth a line. before: the phase
-    of the run before the item; run: after it."""
+    """Return the line to print for an item (event or progress), or None if it is worth none.
+    before: the run's phase before the item; run: the run after it."""
     if not isinstance(item, Event) or is_of_verifier(item):
         return None
     if item.kind in ENDS:
@@ -449,7 +449,7 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
 
 
 def _reached(run: FollowedRun, end: Event) -> str:
-    """Format the progress of a run that ended early."""
+    """Return a text on how far a run got that ended early."""
     counts_steps = not (run.is_federated or run.is_population)
     if end.kind == "RunFailed" and run.has_begun and counts_steps:
         activity = (end.payload.get("error") or {}).get("activity") or ""

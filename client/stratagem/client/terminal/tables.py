@@ -1,6 +1,6 @@
 """Format runs and workers as text for people and as JSON for programs.
 
-The module owns all wording about a status, and depends on neither calls nor exit codes.
+The module has all wording about a status, and depends on neither calls nor exit codes.
 """
 
 import dataclasses
@@ -49,11 +49,10 @@ SIDE_METRICS: Final = frozenset((
     *("train.grad_norm", "train.max_grad_norm"),
     *("train.loss_min", "train.loss_max", "train.loss_std"),
 ))  # fmt: skip
-"""Metrics left out of lists of states; the newest ones are shown with the run, and JSON has all."""
+"""Metrics that lists of states leave out; the run shows the newest values, and JSON has all."""
 _LOSS: Final = "train.loss"
 _FINDING_CELLS: Final = (len("evaluation"), len("execution.precision"), len("warn"))
-"""The column widths of the findings table, whose rows are printed before the next ones are
-known."""
+"""The least column widths of a table of findings, which is printed row by row."""
 _BITS_OF_THREADS: Final = "runs with other numbers of threads have other bits"
 LABEL_CELLS: Final = 10
 MAX_CHANGES: Final = 8
@@ -82,10 +81,10 @@ def _plain(value: Any) -> Any:
 
 
 def metrics_text(metrics: Mapping[str, float], first: str = "", *, in_short: bool = False) -> str:
-    """Format metrics as "train.loss 0.0312  test.accuracy 0.9722 (0.91 to 0.99)": the training loss
-    first, with ranges over clients.
+    """Format metrics as "train.loss 0.0312 test.accuracy 0.9722 (0.91 to 0.99)": the training loss
+    first, and in parentheses the range over a federation's clients.
 
-    first: the metric that comes next. in_short: show a few of many, and the number of the others.
+    first: the metric to put next. in_short: show only a few metrics, and the number of the others.
     """
     means = without_spreads(metrics)
     names = sorted(means, key=lambda name: (name != _LOSS, name != first, name))
@@ -108,7 +107,7 @@ def amount_text(status: RunStatus) -> str:
 
 
 def _reached(status: RunStatus) -> str:
-    """Format the run's progress; of a failed run, the last commit and where it failed."""
+    """Format the progress of a run; of a failed run, its last commit and the failed step."""
     if status.phase is Phase.FAILED:
         return progress_text(status)
     return amount_text(status)
@@ -159,7 +158,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
 
 
 def _print_row(console: Console, name: str, value: str) -> None:
-    """Print a name and a value; on a terminal, continuation lines are aligned with the value."""
+    """Print a name and a value; on a terminal, further lines are aligned with the value."""
     if not console.is_terminal:
         console.print(Text(f"{name:<{LABEL_CELLS}}{value}"))
         return
@@ -198,7 +197,7 @@ def _run_cells(run: RunStatus) -> list[str]:
 
 
 def _chief_metrics_text(run: RunStatus) -> str:
-    """Format the metric that decides the best state, or the first evaluation metric, and the
+    """Format the metric that decides the best state, or else the first evaluation metric, and the
     training loss."""
     evaluation = run.job.get("evaluation") or {}
     first = next(iter(evaluation.get("metrics") or ()), "loss")
@@ -238,7 +237,7 @@ def _phase_text(status: RunStatus) -> str:
 
 
 def _no_best_text(status: RunStatus) -> str:
-    """Return why a completed run has no best state, if its job asks for one; else ""."""
+    """Return why a completed run has no best state although its job asks for one; else ""."""
     is_wanted = (status.job.get("evaluation") or {}).get("best") is not None
     if not is_wanted or status.phase is not Phase.COMPLETED or status.commit("best") is not None:
         return ""
@@ -277,8 +276,7 @@ def _submitted_text(status: RunStatus) -> str:
 
 
 def _engine_text(status: RunStatus) -> str:
-    """Format the exchange engine and, while there are workers, the data plane, which decides who
-    may read the exchange."""
+    """Format the engine that exchanges tensors and, while there are workers, its encryption."""
     plane = f"data plane {status.data_plane}" if status.data_plane else ""
     return ", ".join(word for word in (status.engine, plane) if word)
 
@@ -304,14 +302,14 @@ def _state_text(commit: Commit) -> str:
 
 
 def _measured_elsewhere(status: RunStatus, commit: Commit) -> str:
-    """Return a remark on a state whose metrics were measured by the run before; else ""."""
+    """Return a remark if a commit's metrics come from the run that this one resumed, else ""."""
     begins_from = status.job.get("initial") or {}
     is_resumed = begins_from.get("resume") and commit.digest == begins_from.get("digest")
     return "measured by the run that it resumed" if is_resumed else ""
 
 
 def _path_text(path: str) -> str:
-    """Shorten a path so that it still can be copied in the current folder."""
+    """Return a path relative to the current folder if it is below that, otherwise unchanged."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -328,7 +326,7 @@ def _time_text(time_s: float) -> str:
 
 
 def print_finding(console: Console, finding: Finding, *, is_first: bool) -> None:
-    """Print a finding as the next row of a growing table. is_first: print the headings, too."""
+    """Print a finding as the next row of a growing table. is_first: print the headings before."""
     names = ("check", "of", "", "found, and what to do")
     table = Table.grid(padding=(0, 2, 0, 0))
     for width in _FINDING_CELLS:
@@ -386,18 +384,18 @@ def duration_text(seconds: float) -> str:
 
 
 def few(names: Sequence[str]) -> Sequence[str]:
-    """Return the first few metric names, as many as a line shows."""
+    """Return the first metric names, as many as a line shows."""
     return names[:MAX_METRICS]
 
 
 def more_text(names: Sequence[str]) -> str:
-    """Format the number of metrics that a line leaves out, as "57 more metrics"; "" for none."""
+    """Format the number of metrics that a line leaves out: "57 more metrics"; "" for none."""
     num_more = len(names) - len(few(names))
     return "" if num_more <= 0 else counted(num_more, "more metric")
 
 
 def bar_text(fraction: float, cells: int) -> str:
-    """Return a progress bar of this many cells, filled by half cells."""
+    """Return a progress bar of this many character cells, filled in steps of half a cell."""
     halves = math.floor(min(max(fraction, 0.0), 1.0) * cells * 2)
     bar = FULL * (halves // 2) + HALF * (halves % 2)
     return bar + EMPTY * (cells - len(bar))
