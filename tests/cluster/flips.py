@@ -72,12 +72,7 @@ CASES: dict[str, Job] = {
     "DataStore": _staged("DataStore"),
     "Gossip-coded": crash_job(GOSSIP) | {"compression": {"codec": "ternary"}},
     "AllReduce-coded": crash_job(data_parallel("AllReduce")) | {"compression": {"codec": "int8"}},
-<<<<<<< HEAD
-    "DiLoCo-coded": crash_job(local_steps(), every=3) | {"compression": {"codec": "int8"}},
-    "Streams": crash_job(data_parallel("AllReduce")) | {"data": streamed("named", num_rows=60)},
-=======
     "Streams": crash_job(data_parallel("AllReduce")) | {"data": streamed("shards")},
->>>>>>> 1163c3723fdda11722e9305b0acb99d31e6afa62
 }
 """Jobs of every kind that can be verified while it trains."""
 

@@ -270,7 +270,6 @@ def test_replicas_that_differ_return_to_the_last_commit_instead_of_failing() -> 
     assert not tied.facts(f.WorkerMarked)
 
 
-<<<<<<< HEAD
 def begun(text: str, *workers: str, disturb: Disturb = nobody) -> Computing:
     simulation = Computing(disturb=disturb)
     simulation.come(workers)
@@ -444,7 +443,8 @@ def test_two_runs_blame_the_same_worker_once_and_nobody_else(num_before: int) ->
     assert refuted == [("a",), ("a",)]
     assert [fact.worker_id for fact in simulation.facts(f.WorkerQuarantined)] == ["a"]
     assert not simulation.facts(f.WorkerMarked)
-=======
+
+
 def test_former_members_are_spare_workers_again() -> None:
     simulation = Computing()
     simulation.come("abcdef")
@@ -455,4 +455,3 @@ def test_former_members_are_spare_workers_again() -> None:
     trainers = [names for party, _, names in simulation.computed if not party]
     assert len(trainers[0] | trainers[-1]) == 6
     assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [1, 2, 3, 4]
->>>>>>> 1163c3723fdda11722e9305b0acb99d31e6afa62

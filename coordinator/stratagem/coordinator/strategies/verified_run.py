@@ -63,13 +63,8 @@ class VerifiedRun:
     """The checks in order of their segments; the verifier executes the first one."""
     verifiers: Workers = frozenset()
     """The workers that have been members of the verifier since this execution began."""
-<<<<<<< HEAD
     held: frozenset[Member] = frozenset()
     """All that have been members of the run or its verifier: this run is a part of their load."""
-=======
-    held: Workers = frozenset()
-    """All workers that have been members, of either party: this run is a part of their load."""
->>>>>>> 1163c3723fdda11722e9305b0acb99d31e6afa62
     verified: SegmentVerified | None = None
     """A segment that was verified, until the fact that says so is journaled."""
     return_to: Point | None = None
@@ -176,13 +171,8 @@ def _of_main(job: JobSpec, value: VerifiedRun, fact: Fact) -> VerifiedRun:
     match fact:
         case MembersFormed():
             names = {member.worker_id for member in fact.members}
-<<<<<<< HEAD
             value = replace(value, since=value.since | names, held=value.held.union(fact.members))
             return replace(value, fingerprint=fact.fingerprint)
-=======
-            since, held = value.since | names, value.held | names
-            return replace(value, since=since, held=held, fingerprint=fact.fingerprint)
->>>>>>> 1163c3723fdda11722e9305b0acb99d31e6afa62
         case ModelBuilt():
             built = fact.model_copy(update={"party": VERIFIER})
             verifier = nested.transition(value.verifier, built, 0.0)
