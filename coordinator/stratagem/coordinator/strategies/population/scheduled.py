@@ -147,7 +147,7 @@ def status(job: JobSpec, value: ScheduledRun, world: World) -> Status:
 
 
 def _horizon(job: JobSpec, setting: int) -> int:
-    """Return the last segment of a setting, which the job determines without its rows."""
+    """Return the last segment of a setting, which follows from the job without counting rows."""
     plain = scheduled_job(job, _schedule(job).settings[setting])
     segments = schedule_of(plain, {"train": 0})
     return 1 + segments.ends().index(_schedule(job).ends(segments.num_steps)[setting])
