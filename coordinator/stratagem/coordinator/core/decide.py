@@ -154,8 +154,8 @@ def limited(entry: JournalEntry, number: int) -> JournalEntry:
 
 
 def placed(entry: JournalEntry) -> JournalEntry:
-    """Return a run's decision about a worker as a fact of the cluster that names the run, and any
-    other decision unchanged."""
+    """Return a run's mark or quarantine of a worker as a fact of the cluster that names the run,
+    and any other fact unchanged."""
     if not isinstance(entry.fact, WorkerMarked | WorkerQuarantined):
         return entry
     return JournalEntry(CLUSTER, entry.fact.model_copy(update={"run_id": entry.run_id}))

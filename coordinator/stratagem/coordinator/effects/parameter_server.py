@@ -46,7 +46,7 @@ from stratagem.v1 import worker_pb2
 # ---- Steps ----
 
 RETRY_S = 0.02
-"""The pause before a retry: members may be re-forming, or not know their new view yet."""
+"""The pause before a retry: members may be meeting anew, or not know their membership yet."""
 
 log = structlog.get_logger()
 
@@ -207,7 +207,7 @@ class _Outflow:
         await self._send(self._header)
 
     async def write(self, data: bytes) -> None:
-        """Send one window of the sums."""
+        """Send one window, i.e. range of bytes, of the sums."""
         message = worker_pb2.ApplyGradientsRequest()
         fill_chunk(message.chunk, self._offset, data)
         self._offset += len(data)
@@ -231,7 +231,7 @@ class _Outflow:
 
 
 def _buckets(inflows: Sequence[_Inflow]) -> list[tuple[str, str, int]]:
-    """Return (name, dtype, bytes) of each bucket in order; members with buckets must agree."""
+    """Return (name, dtype, bytes) of each bucket of gradients, in which all members must agree."""
     layouts = [
         list(dict.fromkeys((part.bucket, part.dtype, part.size_bytes) for part in inflow.parts))
         for inflow in inflows
@@ -251,7 +251,7 @@ def _sums(buckets: Sequence[tuple[str, str, int]]) -> Manifest:
 
 
 async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[TensorLayout, ...]]:
-    """Return the coded messages of all live shards in order, and the encoded tensors' layout."""
+    """Return the coded gradients of all shards with rows, in order, and the tensors' layout."""
     layouts = {inflow.coded for inflow in inflows if inflow.parts}
     sizes = {part.size_bytes for inflow in inflows for part in inflow.parts}
     shards = [part.node for inflow in inflows for part in inflow.parts]
@@ -268,7 +268,7 @@ async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[Tens
 async def _summed(
     inflows: Sequence[_Inflow], buckets: Sequence[tuple[str, str, int]]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the sums of all buckets, window by window."""
+    """Yield the sums of all buckets (flat vectors of gradients), window by window."""
     for bucket, dtype, size_bytes in buckets:
         async for window in _summed_bucket(inflows, bucket, dtype, size_bytes):
             yield window

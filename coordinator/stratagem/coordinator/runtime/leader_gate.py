@@ -50,7 +50,7 @@ class LeaderGate(grpc.GenericRpcHandler):
     async def open(
         self, servicer: coordinator_pb2_grpc.CoordinatorServiceServicer | None = None
     ) -> None:
-        """Admit calls, to this servicer or, by default, to the previous one."""
+        """Admit calls, and pass them to this servicer or, by default, to the previous one."""
         if servicer is not None:
             self._serving = _handlers_of(servicer)
         self._leader, self._is_open = None, True

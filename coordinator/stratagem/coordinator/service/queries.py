@@ -139,7 +139,7 @@ class Runs:
         return response
 
     def _newest_first(self, behind: tuple[float, RunId] = _FIRST) -> Iterator[RunId]:
-        """Yield the ids of existing runs, newest first, after the position `behind`."""
+        """Yield the ids of existing runs, newest first, that come after this position."""
         state = self.app.loop.state
         active = sorted((-run.submitted_wall_s, run.run_id) for run in state.runs.values())
         places = merge(active, state.ended.by_submission.behind(behind))

@@ -89,8 +89,8 @@ class BlobStore(Protocol):
         if it is missing."""
 
     def settle(self, digest: Digest) -> None:
-        """Settle one claim: the event that names the blob is durable. From then on the blob stays
-        only while it is live, unless another writer has claimed it, too."""
+        """Drop one claim on a blob, because the event that names it is durable. From then on the
+        blob stays only while it is live, unless another writer has claimed it, too."""
 
     def make_room(self) -> bool:
         """Delete a local copy of a remote blob to free disk space; False if there is none."""

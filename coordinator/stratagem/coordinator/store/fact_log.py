@@ -120,7 +120,7 @@ T = TypeVar("T")
 
 
 class Recorded:
-    """The facts and summaries of a journal, for the coordinator that leads under this term."""
+    """The facts and summaries of a journal, for the coordinator of one leadership term."""
 
     def __init__(self, journal: Journal, term: int) -> None:
         self._journal = journal

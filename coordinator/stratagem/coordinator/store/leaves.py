@@ -435,7 +435,7 @@ def in_folder(root: Path) -> StatePlace:
 
 
 def in_objects(objects: Objects, whole: SharedBlobs, cache_dir: Path, term: int) -> StatePlace:
-    """Return the stores for leaves below a prefix of a bucket, for the coordinator of a term.
+    """Return the stores for leaves below a prefix of a bucket, for a coordinator's leadership term.
     whole: the blobs there that are one object each; cache_dir: for local copies of lists."""
     cache = BlobCache(cache_dir, _LIST_CACHE_BYTES)
     lists = SharedBlobs(objects, cache, term, folder=LISTS, suffix=LIST_SUFFIX)

@@ -176,7 +176,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SharedBlobs:
-    """The blobs below one prefix, for the coordinator of one term. See blobs.py for the rules."""
+    """The blobs below one prefix, for one leadership term of a coordinator. See blobs.py."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class SharedBlobs:
 
 
 def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
-    """Yield a file from its start, in pieces that each own their memory."""
+    """Yield a file from its start, in pieces that share no buffer with each other."""
     offset = 0
     while offset < num_bytes:
         piece = os.pread(descriptor, min(PIECE_BYTES, num_bytes - offset), offset)

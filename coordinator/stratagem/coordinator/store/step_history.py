@@ -233,7 +233,7 @@ def page(
 
 
 def counts(connection: Connection, run_id: RunId) -> dict[Party, int]:
-    """Return the number of rows of each party of a run that has more than one.
+    """Return the number of rows, for those parties of a run that have more than one.
 
     Only the key is read: the other columns lie behind the large values, which the database would
     have to read.
@@ -302,7 +302,7 @@ def _of(run_id: RunId, party: Party) -> tuple[ColumnElement[bool], ColumnElement
 
 
 def _number(step: int) -> ColumnElement[int]:
-    """Return SQL for the index of the value that covers a step, given the stride of its row."""
+    """Return SQL for the index of the value that covers a step, given the steps per value."""
     return literal(step - 1, BigInteger) // history.c.stride
 
 

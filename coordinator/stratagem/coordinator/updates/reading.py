@@ -52,10 +52,10 @@ class Source(Protocol):
     """
 
     def read(self, offset: int, into: Raw) -> None:
-        """Fill the array with elements, from that byte offset in the model's data on."""
+        """Fill the array with the elements that begin at a byte offset in the model's data."""
 
     def check(self) -> None:
-        """Check that the bytes read, which must be all bytes, are those that were accepted."""
+        """Check, once all bytes were read, that they are those of the accepted update."""
 
 
 class WholeSource:

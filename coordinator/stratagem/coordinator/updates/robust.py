@@ -310,7 +310,7 @@ _NARROW: Final = frozenset({"float32", "float16", "bfloat16"})
 
 
 def window_of(num_updates: int) -> int:
-    """Return the window size, in elements, if one window of every update is in memory."""
+    """Return the window size, in elements, at which memory has room for one window per update."""
     return min(_MAX_WINDOW, max(COLUMNS, _ELEMENTS_IN_MEMORY // num_updates))
 
 

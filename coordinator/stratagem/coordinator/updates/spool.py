@@ -149,8 +149,8 @@ class SharedUpdate:
 
 
 class SharedSpool:
-    """The updates below one prefix of a bucket, for the coordinator of one term. `folder` is
-    <run>/<party>/..."""
+    """The updates below one prefix of a bucket, for the coordinator of one leadership term.
+    `folder` is <run>/<party>/..."""
 
     def __init__(self, objects: Objects, term: int) -> None:
         self._objects, self._term = objects, term
