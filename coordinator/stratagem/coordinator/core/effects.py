@@ -59,7 +59,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class RunSegment:
-    """Train a party to a step, all members together."""
+    """Train a party up to a given step of its training, by all members together."""
 
     run_id: RunId
     party: Party

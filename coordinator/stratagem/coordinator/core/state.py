@@ -119,7 +119,7 @@ class EndedRun:
 
     @property
     def num_shown(self) -> int:
-        """Return the number of facts that readers get."""
+        """Return the number of the run's facts that readers get."""
         return self.num_facts - self.num_hidden
 
     @property
@@ -210,7 +210,7 @@ class EndedRuns(Mapping[RunId, EndedRun]):
         return digest in self._shared
 
     def is_begun_from(self, digest: Digest) -> bool:
-        """Return True if a run has begun from this state."""
+        """Return True if an archived run has begun from this state."""
         return digest in self._begun_from
 
     @property

@@ -140,7 +140,7 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
 
 
 def failure_of(run: RunRecord, fact: PartyFailed) -> Fact:
-    """Return the fact that follows when the run's root party fails: mostly, the run fails."""
+    """Return the fact that follows when the run's root party fails, most often RunFailed."""
     try:
         goes_on = run.strategy.own_failure(run.value, fact)
     except Exception as error:

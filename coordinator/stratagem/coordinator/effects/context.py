@@ -190,7 +190,7 @@ class WorkerCalls:
     job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
 
     def link(self, member: Member) -> WorkerLink:
-        """Return the link to a worker, at its newest address."""
+        """Return the link to a worker process, at the newest address of the worker."""
         return self.links.to(member, self.runs.state)
 
     def job_json(self, run_id: RunId, party: Party) -> str:
@@ -236,7 +236,7 @@ class WorkerCalls:
             await self.runs.loop.submit(DrainWorker(member))
 
     def forget(self, run_id: RunId) -> None:
-        """Forget the jobs of a run that has ended."""
+        """Forget the cached jobs of a run that has ended."""
         for run_party in [text for text in self.job_texts if text[0] == run_id]:
             del self.job_texts[run_party]
 

@@ -86,7 +86,7 @@ class _Inflow:
         """The layout of the tensors that coded parts encode; empty if the parts are plain sums."""
 
     async def open(self, limits: Limits, codec: str) -> None:
-        """Read and check the header of the stream."""
+        """Read the header of a member's gradient stream, and check it."""
         first = await anext(self._messages, None)
         if first is None:
             raise IntegrityError("a gradient stream ended before its header")
@@ -102,7 +102,7 @@ class _Inflow:
         )
 
     async def read(self, num_bytes: int) -> bytes:
-        """Return the next num_bytes of the stream."""
+        """Return the next num_bytes of the member's gradient stream."""
         assert self._writer is not None
         while len(self._buffer) < num_bytes:
             message = await anext(self._messages, None)
@@ -203,7 +203,7 @@ class _Outflow:
         self._offset = 0
 
     async def open(self) -> None:
-        """Send the header."""
+        """Send the header of the sums to every member."""
         await self._send(self._header)
 
     async def write(self, data: bytes) -> None:
@@ -314,9 +314,9 @@ FloatArray = NDArray[np.floating[Any]]
 def fold_chunks(members: Iterable[Mapping[Node, FloatArray]], num_live: int) -> FloatArray:
     """Return the sum over shards [0, num_live) of one range of one bucket.
 
-    members: each member's partial sums of that range, keyed by tree node. All arrays have one
-    length and dtype (float32 or float64). None is modified; the result is a new array. Raises
-    ValueError if a shard is missing or held twice.
+    members: each member's partial sums of that range, keyed by node of the sum tree. All arrays
+    have one length and dtype (float32 or float64). None is modified; the result is a new array.
+    Raises ValueError if a shard is missing or held twice.
     """
     partials: dict[Node, FloatArray] = {}
     for held in members:

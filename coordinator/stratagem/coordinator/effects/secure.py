@@ -528,7 +528,7 @@ class SecureMean:
         out += change
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of the base."""
+        """Fill `out` with the integers or bools of the base state, unchanged."""
         out[:] = self._base.read_raw(dtype, offset, out.size)
         return ""
 

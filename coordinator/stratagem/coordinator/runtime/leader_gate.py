@@ -89,7 +89,7 @@ class LeaderGate(grpc.GenericRpcHandler):
 
 
 class _Refusing:
-    """A servicer whose every method raises the refusal."""
+    """A stand-in for the service: every method raises the gate's refusal."""
 
     def __init__(self, entrance: LeaderGate) -> None:
         async def refuse(_request: object, _context: object) -> object:

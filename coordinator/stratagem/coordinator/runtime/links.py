@@ -60,7 +60,7 @@ class SnapshotCalls:
     """The request, to which each call adds its offset and, if near, this process's place."""
 
     def __call__(self, offset: int) -> grpc.aio.UnaryStreamCall[Any, Any]:
-        """Request the snapshot from a byte offset on."""
+        """Begin to receive the snapshot from a byte offset on."""
         return self._call(offset, "")
 
     def near(self, take: Take) -> Near | None:
@@ -329,7 +329,7 @@ class SharedFrames:
         self._frames: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # (frame, bytes of data)
 
     def __call__(self, offset: int) -> Iterator[bytes]:
-        """Yield the frames from a byte offset on."""
+        """Yield the frames of the file range from a byte offset on."""
         pieces: Iterator[bytes] | None = None  # stands at the offset, or is not open
         while offset < self._total_bytes:
             made = self._frames.get(offset)

@@ -255,7 +255,7 @@ class DirectoryBlobs:
         return Scratch(self._temporary, self.make_room)
 
     def keep_room(self) -> None:
-        """Do nothing: all blobs here are needed."""
+        """Do nothing: no blob here is a mere copy that may be deleted."""
 
     def open(self, digest: Digest) -> BlobFile:
         try:

@@ -420,7 +420,7 @@ def _try_signed(objects: Objects) -> None:
 
 
 def _try_copy(objects: Objects) -> None:
-    """Copy a trial object inside the store, as leaves of an earlier term are copied."""
+    """Copy a trial object inside the store, as a coordinator copies leaves of earlier terms."""
     name, copied = (f"trial/{unique_name(0)}.txt" for _ in range(2))
     try:
         objects.put(name, [_TRIAL], len(_TRIAL))

@@ -73,7 +73,7 @@ class LeafStore(Protocol):
         """Read a leaf that an upload wrote; return True if its bytes match its digest."""
 
     def all_copies(self) -> Collection[Any]:
-        """Return all stored copies of leaves, for `collect`."""
+        """Return all stored copies of leaves, as `collect` needs them."""
 
     def collect(
         self, copies: Collection[Any], named: Collection[Digest], under_way: Collection[str]

@@ -191,8 +191,7 @@ class LeafObjects:
         return self._object_names.get(digest) or self._copies_of(digest)[-1].name
 
     def _copy(self, digest: Digest) -> None:
-        """Copy a sound object of a leaf to a name of this leadership term. Raises
-        MissingBlobError."""
+        """Copy a sound leaf object to a name of this leadership term. Raises MissingBlobError."""
         name = _name(digest, unique_name(self._term))
         try:
             self._objects.copy(self._sound(digest, self._copies_of(digest)).name, name)

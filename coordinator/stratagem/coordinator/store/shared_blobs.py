@@ -224,7 +224,7 @@ class SharedBlobs:
 
     def keep(self, digest: Digest) -> bool:
         """Protect a blob from collection until a fact names it, by making sure that an object of
-        this term holds it; return False if the blob is missing."""
+        this leadership term holds it; return False if the blob is missing."""
         _check(digest)
         with self._lock:
             self._claims.add(digest)
@@ -286,7 +286,7 @@ class SharedBlobs:
         return True
 
     def _copies_of(self, digest: Digest) -> list[StoredObject]:
-        """Return the objects of a blob, newest last."""
+        """Return the objects in the bucket that hold a blob, newest last."""
         folder = f"{self._folder}/{_check(digest)}"
         return [stored for stored in self._objects.list(folder) if term_of(stored.name) is not None]
 

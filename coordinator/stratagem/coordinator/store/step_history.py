@@ -78,7 +78,7 @@ class HistoryRow:
 
     @property
     def all_ends(self) -> Ends:
-        """Return the ends of all segments in the row."""
+        """Return (segment, last step) of all segments in the row."""
         return self.ends or ((self.segment, self.to_step),)
 
 
@@ -293,7 +293,7 @@ def merge(connection: Connection, rows: Sequence[HistoryRow], into: HistoryRow) 
 
 
 def forget(connection: Connection, run_id: RunId) -> None:
-    """Delete the rows of a run."""
+    """Delete the step history of a run."""
     connection.execute(delete(history).where(history.c.run_id == run_id))
 
 

@@ -64,7 +64,7 @@ def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> li
 
 
 def begin(party: Party, job: JobSpec, horizon: int, strategies: Strategies) -> Child:
-    """Return a new child, before any fact."""
+    """Return a new child (a party inside a strategy), before any fact about it."""
     strategy = strategies.of(job)
     return Child(party, job, strategy, strategy.init(job, party, strategies), horizon)
 

@@ -315,7 +315,7 @@ def window_of(num_updates: int) -> int:
 
 
 def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-    """Fill `out` with lower medians; return "the middle" if updates differ, "" otherwise."""
+    """Fill `out` with lower medians of integers; return "the middle" if updates differ, or ""."""
     rows = [np.empty(out.size, storage(dtype)) for _ in sources]
     for source, row in zip(sources, rows, strict=True):
         source.read(offset, row)

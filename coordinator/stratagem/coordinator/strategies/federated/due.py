@@ -265,7 +265,7 @@ def _of_round(
 
 
 def usable(job: JobSpec, value: Federation, world: World) -> list[WorkerRecord]:
-    """Return the workers on which clients can be trained."""
+    """Return the workers that can train clients of this run."""
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is None:
         return workers

@@ -227,7 +227,7 @@ class ClientStates:
 
     @property
     def blobs(self) -> frozenset[Digest]:
-        """Return the states that the store must keep."""
+        """Return the digests of the client states that the store must keep."""
         return frozenset(state.digest for state in self.newest.values() if self.are_blobs)
 
     @property
@@ -366,7 +366,7 @@ def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
 
 
 def cures(cause: Cause) -> bool:
-    """Return True if new keys may remedy a cause."""
+    """Return True if a new attempt with new keys may remedy a cause of rejection."""
     return cause in _CURED
 
 

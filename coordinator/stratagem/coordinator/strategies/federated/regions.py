@@ -225,7 +225,7 @@ STRATEGY = KIND.strategy(check, decide, pending, status)
 
 
 def inside(job: JobSpec) -> Federated:
-    """Return the strategy of each region."""
+    """Return the federated strategy (its options in the job) by which each region trains."""
     inner = spec_of(job).options.inner
     assert isinstance(inner, Federated), "the job was checked"
     return inner

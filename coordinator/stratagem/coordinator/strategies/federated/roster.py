@@ -311,7 +311,7 @@ def asking_again(value: Federation, now_s: float) -> Federation:
 
 
 def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Return the run value with the open round's clients without a worker waited for."""
+    """Return the run value in which the open round's clients without a worker are waited for."""
     roster = roster_of(job)
     clients = value.clients
     if roster is None or not clients.num_unassigned:
@@ -324,7 +324,7 @@ def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
 def after_assignment(
     job: JobSpec, value: Federation, fact: ClientsAssigned, now_s: float
 ) -> Federation:
-    """Return the run value with the clients that have no worker waited for, and no others."""
+    """Return the run value in which clients without a worker are waited for, and no others."""
     if roster_of(job) is None:
         return value
     placed = [a.client for a in fact.assignments if a.member is not None]

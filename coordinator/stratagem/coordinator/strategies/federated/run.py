@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The departure of a client from an open roster."""
+    """The reason and the time of a client's departure from an open roster."""
 
     reason: str
     asked_again_s: float | None = None

@@ -179,7 +179,7 @@ def unanswered(value: PartiesRun) -> list[int]:
 
 
 def party_of(value: PartiesRun, client: int) -> Party:
-    """Return the name of a client's party."""
+    """Return the path of the party that a client is."""
     return child_party(value.rounds.party, f"client{client}")
 
 

@@ -197,7 +197,7 @@ def _next_round(
 
 
 def transition(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
-    """Return the run with one fact folded in."""
+    """Return the run value with one fact folded in."""
     value = with_ledgers(value, fact)
     if closing.is_late(value, fact):
         return closing.with_late(value, fact)

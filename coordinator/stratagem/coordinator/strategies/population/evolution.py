@@ -126,8 +126,8 @@ def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
 
 
 def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
-    """Return hyperparameters with a value of every dimension, asked for in order, so that each has
-    its own place in the random stream."""
+    """Return one value per active hyperparameter; values of all dimensions are asked for in order,
+    so that each has its own place in the random stream."""
     return active_values(
         space, {_name(dimension): value_of(plain(dimension)) for dimension in space.dimensions}
     )
@@ -159,7 +159,7 @@ def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
 
 
 def _name(dimension: Dimension) -> str:
-    """Return the hyperparameter that a dimension sets."""
+    """Return the name of the hyperparameter that a dimension of the search space sets."""
     return plain(dimension).name
 
 

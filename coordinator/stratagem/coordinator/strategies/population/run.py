@@ -144,7 +144,7 @@ class PopulationRun:
     """The best metric of a closed generation (higher is better), and the first such generation."""
 
     def children(self) -> tuple[Child, ...]:
-        """Return the members' parties."""
+        """Return the parties of all members of the population."""
         return tuple(member.child for member in self.members)
 
 
