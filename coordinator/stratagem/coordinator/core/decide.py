@@ -419,7 +419,7 @@ class Agenda:
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
         """Keyed by active run: the workers for which the run counts as load."""
         self._touched: dict[RunId, frozenset[Member]] = {}
-        """The members that `_burdened` was computed from; a fact changes few of thousands."""
+        """The members from which `_burdened` was computed: a fact changes only few of thousands."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
         """Active runs with a placement timeout, whose deadline depends on the workers."""

@@ -130,7 +130,7 @@ class UploadCommit:
     base: Base
     holders: tuple[Member, ...]
     kept: tuple[Digest, ...]
-    """The digest of each holder's file."""
+    """The digests of the files to pull, one for each holder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ class PrivateRound:
 
     secret: bytes
     name: str
-    """The unique name of the round, which is that of its folder in the spool."""
+    """The unique name of the round, by which its folder in the spool is named, too."""
     accounted: RoundAccounted
 
     @classmethod

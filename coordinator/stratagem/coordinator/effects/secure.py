@@ -486,7 +486,7 @@ MaskKeys = Sequence[tuple[bytes, bool]]
 
 
 class SumError(StratagemError):
-    """The sum of the masked updates cannot be that of the clients."""
+    """The unmasked sum of the updates has a value that no updates of clients can have."""
 
 
 class SecureMean:

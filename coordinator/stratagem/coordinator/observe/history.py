@@ -20,9 +20,9 @@ from stratagem.v1 import worker_pb2
 log = structlog.get_logger()
 
 MAX_TAIL_BYTES: Final = 256 * 1024
-"""The most bytes kept of one member of a party."""
+"""The most bytes of rows that are kept of one member of a party."""
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""The most bytes kept of all parties of all runs."""
+"""The most bytes of rows that are kept of all parties of all runs."""
 
 
 class PackedRows(NamedTuple):

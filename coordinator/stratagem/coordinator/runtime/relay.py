@@ -64,7 +64,7 @@ class _Lot:
     path: str
     listener: socket.socket
     emptied_s: float
-    """The time when the last stream of the lot ended, or when the lot was made."""
+    """The time when the worker's last stream ended or, without one, when this record was made."""
     had_streams: bool = False
     parked: list[asyncio.Future[socket.socket]] = field(default_factory=list)
     """The parked streams; each future receives the connection that its stream must carry."""

@@ -428,7 +428,7 @@ class Bin:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a bin, unless its owner puts a file into it meanwhile."""
+    """Remove a bin (a folder of deleted files), unless its owner puts a file into it meanwhile."""
     for path in folder.iterdir():
         path.unlink(missing_ok=True)
     try:

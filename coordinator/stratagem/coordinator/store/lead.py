@@ -185,7 +185,7 @@ class Candidate:
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
     _asked_for: int | None = None
-    """The term of an attempt to take the lead whose answer was lost."""
+    """The leadership term of an attempt to take the lead whose answer was lost on the way."""
     _silence: Silence = field(default_factory=Silence)
 
     def wait(self) -> Lead:

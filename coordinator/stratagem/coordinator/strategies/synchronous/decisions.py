@@ -126,7 +126,7 @@ def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
 def members_due(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> MembersFormed | None:
-    """Return a new membership if the members should change; None if they should not."""
+    """Return the fact that forms a new membership if the members should change; else None."""
     placed = (shape.place or _any_workers(shape))(job, run, world)
     members = placed.members
     if members == run.members:
@@ -240,7 +240,7 @@ def _has_left(world: World, member: Member) -> bool:
 
 
 def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
-    """Return the same members under a new membership, after they failed to exchange tensors."""
+    """Return the fact that gives the same members a new membership, after a failed exchange."""
     return MembersFormed(
         party=party,
         membership=run.membership + 1,
