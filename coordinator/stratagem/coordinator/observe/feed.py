@@ -276,7 +276,7 @@ class Follower(Generic[Brief]):
 
 
 class RunBriefs(Generic[Brief]):
-    """The sender of briefs, with the followers of all runs and the runs changed since the last."""
+    """The sender of run summaries (briefs), its followers, and the runs changed since the last."""
 
     def __init__(
         self,

@@ -223,7 +223,7 @@ class StepSpan:
 def page(
     connection: Connection, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
 ) -> list[HistoryRow]:
-    """Return the first `limit` rows of a party after segment `behind` with steps of the span."""
+    """Return the first `limit` rows of a party behind a segment that have steps of the span."""
     its = history.c
     rows = select(history).where(*_of(run_id, party), its.segment > behind)
     rows = rows.where(its.to_step > _number(span.from_step) * its.stride)
