@@ -218,7 +218,7 @@ class App:
     # ---- consequences of facts ----
 
     def _changed(self, facts: list[Committed]) -> None:
-        """Act on a batch of durable, applied facts; the loop calls this once per batch."""
+        """Act on a batch of facts, journaled and folded into the state; called once per batch."""
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
         visible_runs = {item.entry.run_id for item in facts if item.shown_index >= 0}
@@ -272,7 +272,7 @@ class App:
             self.feed.forget(run_id)
 
     async def _history(self, run_id: RunId, span: EventSpan, num_events: int) -> list[FeedEvent]:
-        """Return the first stored events of a span, at most num_events."""
+        """Return the first stored events of a span (a range of indexes), at most num_events."""
         run = self.loop.state.find(run_id)
         if run is not None and hides_draws(run):
             facts = await shown_facts(self.loop.recorded, run_id, span, num_events)
@@ -405,9 +405,9 @@ PAGE_FACTS: Final = 256
 async def shown_facts(
     recorded: Recorded, run_id: RunId, span: EventSpan, num_facts: int
 ) -> list[Committed]:
-    """Return the first facts of a span of a run with secretly sampled clients, at most num_facts.
-    The span counts facts as readers get them. A run has about four such facts per round, so all
-    those before the span are read, too."""
+    """Return the first facts, at most num_facts, in a span of a run whose clients are sampled in
+    secret. The span counts only facts that readers get. A run has about four of them per round, so
+    all those before the span are read, too."""
     facts: list[Committed] = []
     remainder, number = EventSpan(kinds=SHOWN), 0
     while page := await recorded.read(run_id, remainder, PAGE_FACTS):

@@ -89,7 +89,7 @@ class Collector:
         self._do_in_thread(self._clean_spool, "clean the spool")
 
     def follow(self, run_id: RunId, fact: Fact) -> None:
-        """Delete the files that are obsolete after a durable, applied fact."""
+        """Delete the files that a fact makes obsolete, once it is durable and folded in."""
         self._named += _written_for(fact)
         match fact:
             case SegmentCommitted():
@@ -127,8 +127,8 @@ class Collector:
         await asyncio.to_thread(collect)
 
     async def keep_room(self) -> None:
-        """Free disk space periodically: other processes fill the disk too, and a journal that waits
-        for space cannot ask for it."""
+        """Free disk space periodically: other processes fill the disk too, and a journal that is
+        waiting for space cannot ask for it."""
         while True:
             await asyncio.sleep(KEEP_ROOM_S)
             await asyncio.to_thread(self._blobs.keep_room)
@@ -326,7 +326,7 @@ STAYS_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Keeping:
-    """The task that keeps a blob for one call, whose job will name the blob."""
+    """The task that keeps a blob from collection for one call, whose job will name the blob."""
 
     task: asyncio.Task[bool]
     began_s: float

@@ -175,13 +175,13 @@ class Storage:
             self.objects.put(mine, [b""], 0)
 
     def blobs(self, term: int) -> BlobStore:
-        """Return the blob store for the leader of a term."""
+        """Return the blob store for a coordinator that leads under this leadership term."""
         if self.writes_leaves or self._has_leaves():
             return self.leaves(term)
         return self._whole(term)
 
     def leaves(self, term: int) -> LeafBlobs:
-        """Return the blob store that supports states in leaves, for the leader of a term."""
+        """Return the blob store that supports states in leaves, for this leadership term."""
         whole = self._whole(term)
         if self.objects is not None and isinstance(whole, SharedBlobs):
             place = in_objects(self.objects, whole, self.data_dir / "list-cache", term)
@@ -202,7 +202,7 @@ class Storage:
         return SharedBlobs(self.objects, cache, term)
 
     def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
-        """Return the spool of updates of open rounds, for the leader of a term; make_room: frees
+        """Return the spool of updates of open rounds, for this leadership term; make_room: frees
         space among the blobs on the same disk."""
         shared = SharedSpool(self.objects, term) if self.objects is not None else None
         return Spool(

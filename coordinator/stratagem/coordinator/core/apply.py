@@ -255,7 +255,7 @@ def _raised(record: RunRecord, error: Exception) -> RunRecord:
 def _transition(
     record: RunRecord, fact: Fact, time_s: float
 ) -> tuple[RunRecord, frozenset[Member]]:
-    """Return the run with the fact folded in, and the workers that its due effects use."""
+    """Return the run with the fact folded in, and the workers whose slots its due effects need."""
     if isinstance(fact, RunResumed) and fact.from_segment is not None:
         record = _returned(record, fact)
     strategy = record.strategy

@@ -154,8 +154,8 @@ def limited(entry: JournalEntry, number: int) -> JournalEntry:
 
 
 def placed(entry: JournalEntry) -> JournalEntry:
-    """Return a run's decision about a worker as a fact of the cluster that names the run, and any
-    other decision unchanged."""
+    """Return a run's mark or quarantine of a worker as a fact of the cluster that names the run,
+    and any other fact unchanged."""
     if not isinstance(entry.fact, WorkerMarked | WorkerQuarantined):
         return entry
     return JournalEntry(CLUSTER, entry.fact.model_copy(update={"run_id": entry.run_id}))
@@ -419,7 +419,7 @@ class Agenda:
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
         """Keyed by active run: the workers for which the run counts as load."""
         self._touched: dict[RunId, frozenset[Member]] = {}
-        """The members that `_burdened` was computed from; a fact changes few of thousands."""
+        """The members from which `_burdened` was computed: a fact changes only few of thousands."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
         """Active runs with a placement timeout, whose deadline depends on the workers."""

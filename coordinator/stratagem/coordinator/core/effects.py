@@ -59,7 +59,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class RunSegment:
-    """Train a party to a step, all members together."""
+    """Train a party up to a given step of its training, by all members together."""
 
     run_id: RunId
     party: Party
@@ -70,7 +70,7 @@ class RunSegment:
     """The state to begin from if no member holds one. It is not compared: a commit in mid-segment
     changes it, but must not restart the segment, as all members hold a state then."""
     lineage: int
-    """Increased each time the party begins from a given state; workers then drop older states."""
+    """A number that grows when the party begins from a given state; workers drop older states."""
     members: tuple[Member, ...]
     num_shards: int
     exchange: ExchangeMethod
@@ -88,13 +88,13 @@ class RunSegment:
     """Steps of the party's whole training, which decide how many steps a row of its history
     covers."""
     rounds_before: int = field(default=0, compare=False)
-    """Earlier rounds of a client that is a party; each has one segment and equally many steps. The
-    client's history counts the steps of all rounds."""
+    """The number of earlier rounds if the party is a client of a federation: each has one segment
+    and equally many steps. The client's history counts the steps of all rounds."""
     num_rounds: int = field(default=1, compare=False)
     kept: tuple[Digest, ...] = field(default=(), compare=False)
-    """The digests of the members' files, by rank, with the parts that a partial base lacks."""
+    """The digests of the members' files, by rank, that hold what a partial base state lacks."""
     keeps: bool = False
-    """True if each member keeps parts that it alone has in a local file after the segment."""
+    """True if each member keeps the parts that it alone has in a local file after the segment."""
     is_mirrored: bool = field(default=False, compare=False)
     """True if members mirror each other's parts; a part is lost if both its holders are gone."""
 
@@ -130,7 +130,7 @@ class UploadCommit:
     base: Base
     holders: tuple[Member, ...]
     kept: tuple[Digest, ...]
-    """The digest of each holder's file."""
+    """The digests of the files to pull, one for each holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class AggregateRound:
     secure: SecureParty | None = None
     """The clients that help to unmask the sum; None: the sum is not masked."""
     is_control_anew: bool = False
-    """True if the common control variate is reset to zero, as all clients' variates are."""
+    """True if SCAFFOLD's common control variate is set to zero, as all clients' variates are."""
     integers_of: int | None = None
     """Index of the update whose integer tensors are taken, if updates are sums of regions; else
     None."""
@@ -333,7 +333,7 @@ class EvaluateState:
 
     @property
     def member(self) -> Member | None:
-        """Return the member that evaluates alone; None if there are several."""
+        """Return the one member that runs the evaluation, or None if several members share it."""
         return self.members[0] if len(self.members) == 1 else None
 
 
@@ -416,7 +416,7 @@ class Request(Generic[Key, Slot]):
 def grant(
     waiting: Sequence[Request[Key, Slot]], taken: Iterable[Slot]
 ) -> tuple[Request[Key, Slot], ...]:
-    """Return the requests that can start now; waiting requests block their slots for later ones."""
+    """Return the requests that can start now: neither running nor earlier ones need their slots."""
     blocked = set(taken)
     granted = []
     for request in waiting:

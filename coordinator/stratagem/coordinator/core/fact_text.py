@@ -356,7 +356,7 @@ _FLAT: Final = {
     for kind, fact in KINDS.items()
     if not any(_may_lack_parts(field.annotation) for field in fact.model_fields.values())
 }
-"""Number of fields per kind of fact without nested optional fields; a fact with all is complete."""
+"""Number of fields per kind of fact without optional parts: a fact with so many lacks none."""
 
 
 def payload_now(kind: str, fact: Fact, stored: str) -> str:

@@ -10,12 +10,12 @@ from stratagem.coordinator.core.state import CoordinatorState, EndedRuns, RunRec
 
 
 def pending(state: CoordinatorState) -> frozenset[Effect]:
-    """Return the effects that are due for all runs."""
+    """Return the effects (work to be done now) that the facts of all runs call for."""
     return frozenset[Effect]().union(*(pending_of(run) for run in state.runs.values()))
 
 
 def pending_of(run: RunRecord) -> frozenset[Effect]:
-    """Return the effects that are due for one run."""
+    """Return the effects (work to be done now) that the facts of one run call for."""
     if run.ended is None:
         return run.strategy.pending(run.run_id, run.job, run.value, None)
     if run.is_released:

@@ -24,10 +24,10 @@ _BITS: Final = 5
 _MASK: Final = 2**_BITS - 1
 _DEEPEST: Final = 32 // _BITS
 _LEAF: Final = 16
-"""The most keys of a leaf; a larger leaf is split into a node, except at the deepest level."""
+"""The most keys of a leaf of the trie; a larger one becomes a node, except at the deepest level."""
 
 _Node = Any
-"""A leaf, dict[K, V], or a tuple of 32 nodes."""
+"""A node of the trie: a leaf, i.e. a dict[K, V], or a tuple of 32 nodes."""
 
 
 class PersistentMap(Mapping[K, V], Generic[K, V]):

@@ -230,7 +230,7 @@ def deaths_at_work(
 
 
 def _told(fact: Fact, ending: Ending) -> Fact:
-    """Return the fact; a death with the details that the worker's next process reports."""
+    """Return the fact; a death is given the details that the worker's next process reports."""
     if not isinstance(fact, ProcessDied):
         return fact
     at = None if ending.run_id is None else ending.party

@@ -159,8 +159,8 @@ def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
 
 
 def _data_plane(world: World, status: Status) -> str:
-    """Return the transport security that all present workers of the run report; "trusted" if they
-    differ, "" if there are none."""
+    """Return the transport security between the run's workers, if all present ones report the same;
+    "trusted" if they differ, "" if there are none."""
     workers = [world.workers.get(member.worker_id) for member in status.members]
     said = {"" if worker is None else worker.capability.data_plane for worker in workers}
     return said.pop() if len(said) == 1 else "trusted" if said else ""

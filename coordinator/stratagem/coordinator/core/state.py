@@ -119,7 +119,7 @@ class EndedRun:
 
     @property
     def num_shown(self) -> int:
-        """Return the number of facts that readers get."""
+        """Return the number of the run's facts that readers get."""
         return self.num_facts - self.num_hidden
 
     @property
@@ -198,19 +198,19 @@ class EndedRuns(Mapping[RunId, EndedRun]):
         return self._holders.keys()
 
     def needing(self, digest: Digest) -> Mapping[RunId, EndedRun]:
-        """Return the runs that need a blob."""
+        """Return the archived runs that need a blob."""
         return self._holders.get(digest, _NOBODY)
 
     def has_brought(self, owner: str, digest: Digest) -> bool:
-        """Return True if a run of this owner needs the blob."""
+        """Return True if an archived run of this owner needs the blob."""
         return _owned(owner, digest) in self._brought
 
     def has_committed(self, digest: Digest) -> bool:
-        """Return True if the blob is a committed state, or the predictions, of a run."""
+        """Return True if the blob is a committed state, or the predictions, of an archived run."""
         return digest in self._shared
 
     def is_begun_from(self, digest: Digest) -> bool:
-        """Return True if a run has begun from this state."""
+        """Return True if an archived run has begun from this state."""
         return digest in self._begun_from
 
     @property

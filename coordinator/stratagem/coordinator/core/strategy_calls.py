@@ -31,7 +31,7 @@ from stratagem.coordinator.core.world import RunPhase, World
 
 
 class Raised(str):
-    """The type of sentences about exceptions that strategies have raised, a subclass of str."""
+    """A sentence about an exception that a strategy has raised: a str of a type of its own."""
 
     __slots__ = ()
 
@@ -140,7 +140,7 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
 
 
 def failure_of(run: RunRecord, fact: PartyFailed) -> Fact:
-    """Return what follows from a failure of the run's own party, most often that of the run."""
+    """Return the fact that follows when the run's root party fails, most often RunFailed."""
     try:
         goes_on = run.strategy.own_failure(run.value, fact)
     except Exception as error:
@@ -149,7 +149,7 @@ def failure_of(run: RunRecord, fact: PartyFailed) -> Fact:
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
-    """Return a new membership for a party whose exchange failed although all members are alive."""
+    """Return the fact that forms a party anew whose living members failed to exchange tensors."""
     try:
         return run.strategy.reform(run.job, run.value, party, reason)
     except Exception as error:
@@ -198,7 +198,7 @@ SHOWN: Final = frozenset(
         "Evaluated",
     }
 )
-"""Kinds of facts that do not reveal who was sampled once `without_draws` was applied."""
+"""Kinds of facts that reveal no sampled client, once `without_draws` has changed them."""
 WHY: Final = "its clients were drawn in secret"
 
 

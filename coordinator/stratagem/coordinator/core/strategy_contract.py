@@ -192,8 +192,8 @@ class Strategy:
     own_deaths: Callable[[Any, Member], tuple[ProcessDied, ...]] = _none
     """(value, member): deaths to count for a process that ended unasked, one per piece of work."""
     own_reform: Callable[[Any, Party, str], Fact | None] = lambda *_: None
-    """(value, party, reason): a new membership for a party whose members failed to exchange tensors
-    although all of them live."""
+    """(value, party, reason): the fact that gives a party a new membership after its members failed
+    to exchange tensors although all of them live."""
     own_failure: Callable[[Any, PartyFailed], Fact | None] = lambda *_: None
     """(value, failed): the fact with which the run goes on after a failure of its own party; None:
     the run fails."""
@@ -236,7 +236,7 @@ class Strategy:
         return (*self.own_deaths(value, member), *inside)
 
     def reform(self, job: JobSpec, value: Any, party: Party, reason: str) -> Fact | None:
-        """Return a new membership for this party or one below, after a failed exchange."""
+        """Return the fact that forms this party, or one below, anew after a failed exchange."""
         for child in self.children(value):
             if is_within(party, child.party):
                 return child.strategy.reform(child.job, child.value, party, reason)

@@ -60,7 +60,7 @@ class WorkerRecord:
 
     @property
     def is_listed(self) -> bool:
-        """Return False if the worker has left, and is remembered for an earlier mark alone."""
+        """Return False if the worker has left, and is remembered only for an earlier mark."""
         return bool(self.quarantine) or not self.has_left
 
 

@@ -118,7 +118,7 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
 async def _folded(
     runs: LiveRuns, transfers: Transfers, effect: AggregateRound, masks: OpenedMasks | None
 ) -> tuple[Folded, Header, float | None]:
-    """Return the folded state, its header, and the next clipping norm if the run is private."""
+    """Return the blobs of the folded state, its header, and a private run's next clipping norm."""
     entries = await asyncio.to_thread(accepted_entries, runs, transfers.spool, effect)
     base = await transfers.header(effect.base.digest)
     cancelled = threading.Event()
@@ -136,10 +136,10 @@ async def _folded(
 def _bring_ahead(
     runs: LiveRuns, transfers: Transfers, effect: AggregateRound, digest: Digest
 ) -> None:
-    """Send the new state to the workers of the next round while its fact is being journaled.
+    """Send the new state to workers of the next round while its commit is being journaled.
 
-    This is a guess: a worker that does not need the state has lost only link time, and a worker
-    that was not guessed asks for the state.
+    The workers are a guess: one that does not need the state has lost only link time, and one that
+    was not guessed asks for the state.
     """
     run = runs.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
@@ -181,7 +181,7 @@ def _fold(
     masks: OpenedMasks | None,
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
-    """Write the next state; return its blobs, its header and the next clipping norm. For a
+    """Write the next state; return its blobs, its header and the next clipping norm. Call this in a
     thread."""
     job = runs.job_of(effect.run_id, effect.party)
     manifest = _next_manifest(base[0], effect)
@@ -374,7 +374,7 @@ def _judge(
     entries: Sequence[SpoolEntry],
     cancelled: threading.Event,
 ) -> Verdict:
-    """Return the weight of each update and the reason for it. For a thread."""
+    """Return a weight for each update, and the reason for it. Call this in a thread."""
 
     def should_stop() -> None:
         if cancelled.is_set():

@@ -124,7 +124,7 @@ def defect_before(q: float | None, loss: float | None) -> tuple[Cause, str] | No
 
 
 def row_privacy(runs: LiveRuns, effect: TrainClient) -> worker_pb2.RowPrivacy:
-    """Return the parameters of the noise that a client adds in its round; for a thread.
+    """Return the parameters of the noise that a client adds in its round; call this in a thread.
 
     A site has its own secret, which protects its rows from the coordinator, too. Otherwise the
     noise comes from the coordinator's secret, so that another worker that repeats the round draws
@@ -248,10 +248,8 @@ async def report_update(
     fact: UpdateReceived | UpdateRejected,
     histories: Sequence[HistoryRow] = (),
 ) -> None:
-    """Report a client's outcome to the loop, and count it if its round was closed without it.
-
-    histories: of the steps that made the update.
-    """
+    """Report a client's update or rejection; count it as late if its round was closed without
+    it."""
     if not await runs.report(effect.run_id, fact, histories):
         count_if_late(runs, effect)
 

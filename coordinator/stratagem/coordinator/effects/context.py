@@ -190,7 +190,7 @@ class WorkerCalls:
     job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
 
     def link(self, member: Member) -> WorkerLink:
-        """Return the link to a worker, at its newest address."""
+        """Return the link to a worker process, at the newest address of the worker."""
         return self.links.to(member, self.runs.state)
 
     def job_json(self, run_id: RunId, party: Party) -> str:
@@ -236,7 +236,7 @@ class WorkerCalls:
             await self.runs.loop.submit(DrainWorker(member))
 
     def forget(self, run_id: RunId) -> None:
-        """Forget the jobs of a run that has ended."""
+        """Forget the cached jobs of a run that has ended."""
         for run_party in [text for text in self.job_texts if text[0] == run_id]:
             del self.job_texts[run_party]
 
@@ -341,7 +341,7 @@ class Transfers:
             raise UnavailableError(f"the transfer to worker {worker_id} was stopped") from None
 
     def start_push(self, member: Member, run_id: RunId, digest: Digest) -> asyncio.Task[None]:
-        """Return the transfer of a blob to a worker, begun now unless it is under way."""
+        """Return the task that sends a blob to a worker, started now unless it runs already."""
         key = (member, run_id, digest)
         task = self.pushes.get(key)
         # One that has ended answers nobody who asks now; one that `forget` stops brings nothing.
@@ -501,7 +501,7 @@ Sign = Callable[[Sequence[Digest]], Sequence[str]]
 
 
 class LeafSigning:
-    """Answers a worker's requests for signed URLs within one call, within limits."""
+    """Answers the requests for signed URLs that a worker makes within one call, up to a limit."""
 
     def __init__(self, call: Any, make: Callable[..., Any], sign: Sign) -> None:
         """make: the constructor of the call's message with the URLs in its field `signed`."""

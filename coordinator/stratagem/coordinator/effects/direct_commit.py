@@ -61,7 +61,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class ReportedLeaves:
-    """The leaves of one state, with the digests that members have reported so far."""
+    """The leaves (stored pieces) of one state, with the digests that members have reported."""
 
     limits: Limits
     manifest: Manifest | None = None
@@ -89,7 +89,7 @@ class ReportedLeaves:
         return self.manifest
 
     def begin(self, manifest: Manifest, worker_id: WorkerId) -> None:
-        """Take the manifest of a member with the whole state; all members must send the same."""
+        """Take the manifest that a member with the whole state sends; all must send the same."""
         if self.manifest is None:
             self.manifest, self.sizes = manifest, [leaf.size for leaf in leaves_of(manifest)]
         elif manifest != self.manifest:
@@ -99,7 +99,7 @@ class ReportedLeaves:
 def _checked(
     leaf: worker_pb2.WrittenLeaf | worker_pb2.AskedLeaf, numbers: Collection[int]
 ) -> tuple[int, Digest]:
-    """Return number and digest of a reported leaf. Raises InvalidInputError if not ordered."""
+    """Return number and digest of a reported leaf. Raises InvalidInputError for one not ordered."""
     if leaf.number not in numbers or len(leaf.digest) != _DIGEST_BYTES:
         raise InvalidInputError.at("leaf", f"{leaf.number} was not asked of this worker")
     return leaf.number, Digest(leaf.digest.hex())
@@ -107,7 +107,7 @@ def _checked(
 
 @dataclass(frozen=True, slots=True)
 class LeafOrder:
-    """An order that has one member write leaves of a snapshot."""
+    """An order to one member to write some leaves, i.e. stored pieces, of a snapshot."""
 
     at: WorkerSession
     header: worker_pb2.WriteLeavesHeader
@@ -122,7 +122,7 @@ class LeafOrder:
 
 
 OrdersOf = Callable[[Sequence[WorkerSession], ReportedLeaves], Sequence[LeafOrder]]
-"""Divides the leaves that are not reported yet among members, as one order each."""
+"""Divides the leaves that no member has reported yet among members, with one order for each."""
 
 
 async def written_leaves(
@@ -168,7 +168,7 @@ def _end(begun: asyncio.Future[DirectUpload]) -> None:
 def order_of(
     env: EffectContext, at: WorkerSession, store_id: str, upload: DirectUpload, segment: int
 ) -> LeafOrder:
-    """Return an order about the snapshot of a segment, without numbers of leaves yet."""
+    """Return an order to write the snapshot of a segment, without the numbers of leaves yet."""
     header = worker_pb2.WriteLeavesHeader(
         fence=env.workers.link(at.member).fence(at.membership),
         session=at.ref,
@@ -457,7 +457,7 @@ def _orders(
     writers: Sequence[WorkerSession],
     reported: ReportedLeaves,
 ) -> list[LeafOrder]:
-    """Divide the leaves that are not reported yet among members, with the pieces of each."""
+    """Return orders for the leaves not reported yet, with the pieces that each is made of."""
     due = {n: leaf for n, leaf in divided.leaves.items() if n not in reported.digests}
     ids = [at.member.worker_id for at in writers]
     parts_of = [[n for n, part in enumerate(divided.parts) if who in part.sources] for who in ids]

@@ -214,7 +214,7 @@ def sums_of(parts: Iterable[worker_pb2.EvaluationPart]) -> dict[str, float]:
 def fold_parts(
     parts: Iterable[worker_pb2.EvaluationPart], metrics: Sequence[str]
 ) -> dict[str, float]:
-    """Return the weighted mean of each metric, keyed by "<split>.<metric>"."""
+    """Return the weighted mean of each metric over all parts, keyed by "<split>.<metric>"."""
     return means(sums_of(parts), metrics)
 
 

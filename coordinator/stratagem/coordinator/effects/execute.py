@@ -495,7 +495,7 @@ def _is_by_name(descriptor: FieldDescriptor) -> bool:
 
 
 def leaves_in(blobs: BlobStore) -> LeafBlobs | None:
-    """Return the store as LeafBlobs if states are stored as leaves; None if they are files."""
+    """Return the store as LeafBlobs if new states are stored as leaves; None if as files."""
     return blobs if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else None
 
 

@@ -46,7 +46,7 @@ from stratagem.v1 import worker_pb2
 # ---- Steps ----
 
 RETRY_S = 0.02
-"""The pause before a retry: members may be re-forming, or not know their new view yet."""
+"""The pause before a retry: members may be meeting anew, or not know their membership yet."""
 
 log = structlog.get_logger()
 
@@ -86,7 +86,7 @@ class _Inflow:
         """The layout of the tensors that coded parts encode; empty if the parts are plain sums."""
 
     async def open(self, limits: Limits, codec: str) -> None:
-        """Read and check the header of the stream."""
+        """Read the header of a member's gradient stream, and check it."""
         first = await anext(self._messages, None)
         if first is None:
             raise IntegrityError("a gradient stream ended before its header")
@@ -102,7 +102,7 @@ class _Inflow:
         )
 
     async def read(self, num_bytes: int) -> bytes:
-        """Return the next num_bytes of the stream."""
+        """Return the next num_bytes of the member's gradient stream."""
         assert self._writer is not None
         while len(self._buffer) < num_bytes:
             message = await anext(self._messages, None)
@@ -203,11 +203,11 @@ class _Outflow:
         self._offset = 0
 
     async def open(self) -> None:
-        """Send the header."""
+        """Send the header of the sums to every member."""
         await self._send(self._header)
 
     async def write(self, data: bytes) -> None:
-        """Send one window of the sums."""
+        """Send one window, i.e. range of bytes, of the sums."""
         message = worker_pb2.ApplyGradientsRequest()
         fill_chunk(message.chunk, self._offset, data)
         self._offset += len(data)
@@ -231,7 +231,7 @@ class _Outflow:
 
 
 def _buckets(inflows: Sequence[_Inflow]) -> list[tuple[str, str, int]]:
-    """Return (name, dtype, bytes) of each bucket in order; members with buckets must agree."""
+    """Return (name, dtype, bytes) of each bucket of gradients, in which all members must agree."""
     layouts = [
         list(dict.fromkeys((part.bucket, part.dtype, part.size_bytes) for part in inflow.parts))
         for inflow in inflows
@@ -251,7 +251,7 @@ def _sums(buckets: Sequence[tuple[str, str, int]]) -> Manifest:
 
 
 async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[TensorLayout, ...]]:
-    """Return the coded messages of all live shards in order, and the encoded tensors' layout."""
+    """Return the coded gradients of all shards with rows, in order, and the tensors' layout."""
     layouts = {inflow.coded for inflow in inflows if inflow.parts}
     sizes = {part.size_bytes for inflow in inflows for part in inflow.parts}
     shards = [part.node for inflow in inflows for part in inflow.parts]
@@ -268,7 +268,7 @@ async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[Tens
 async def _summed(
     inflows: Sequence[_Inflow], buckets: Sequence[tuple[str, str, int]]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the sums of all buckets, window by window."""
+    """Yield the sums of all buckets (flat vectors of gradients), window by window."""
     for bucket, dtype, size_bytes in buckets:
         async for window in _summed_bucket(inflows, bucket, dtype, size_bytes):
             yield window
@@ -314,9 +314,9 @@ FloatArray = NDArray[np.floating[Any]]
 def fold_chunks(members: Iterable[Mapping[Node, FloatArray]], num_live: int) -> FloatArray:
     """Return the sum over shards [0, num_live) of one range of one bucket.
 
-    members: each member's partial sums of that range, keyed by tree node. All arrays have one
-    length and dtype (float32 or float64). None is modified; the result is a new array. Raises
-    ValueError if a shard is missing or held twice.
+    members: each member's partial sums of that range, keyed by node of the sum tree. All arrays
+    have one length and dtype (float32 or float64). None is modified; the result is a new array.
+    Raises ValueError if a shard is missing or held twice.
     """
     partials: dict[Node, FloatArray] = {}
     for held in members:

@@ -355,7 +355,7 @@ def _of(metrics: Sequence[str], measured: pb.OwnMetrics) -> dict[str, float]:
 
 def _sums(blobs: BlobStore, effect: MergeMetrics) -> tuple[list[pb.MetricState], dict[str, str]]:
     """Sum the metric states over all clients, in order. Return the sums, and per metric that cannot
-    be summed the reason; for a thread."""
+    be summed the reason. Call this in a thread."""
     metrics = sorted(effect.metrics)
     sums = {metric: SumsSoFar() for metric in metrics}
     unlike: dict[str, str] = {}

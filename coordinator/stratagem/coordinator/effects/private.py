@@ -181,7 +181,7 @@ class PrivateRound:
 
     secret: bytes
     name: str
-    """The unique name of the round, which is that of its folder in the spool."""
+    """The unique name of the round, by which its folder in the spool is named, too."""
     accounted: RoundAccounted
 
     @classmethod
@@ -213,8 +213,8 @@ def _is_within(entry: SpoolEntry) -> bool:
 
 
 def _accounted(runs: LiveRuns, effect: AccountRound) -> RoundAccounted:
-    """Return the privacy account of the next round; for a thread. Raises SecretLostError, and
-    InvalidInputError if the job's target or adaptive clipping is out of reach."""
+    """Return the privacy account of the next round; call this in a thread. Raises SecretLostError,
+    and InvalidInputError if the job's target or adaptive clipping is out of reach."""
     job = runs.job_of(effect.run_id, effect.party)
     spec, strategy = job.privacy, spec_of(job)
     assert spec is not None

@@ -252,14 +252,14 @@ def secure_spec(job: JobSpec) -> SecureAggregation:
 
 
 def directory_of(blobs: BlobStore, digest: Digest) -> Mapping[int, pb.PostedKeys]:
-    """Return the posted public keys, keyed by client; for a thread."""
+    """Return the posted public keys, keyed by client; call this in a thread."""
     with blobs.open(digest) as file:
         directory = pb.KeyDirectory.FromString(file.read())
     return {keys.client: keys for keys in directory.keys}
 
 
 def shares_for_each(blobs: BlobStore, digest: Digest) -> dict[int, dict[int, bytes]]:
-    """Return the sealed shares, keyed by recipient and then by sender; for a thread."""
+    """Return the sealed shares, keyed by recipient, then sender; call this in a thread."""
     with blobs.open(digest) as file:
         routed = pb.RoutedShares.FromString(file.read())
     received: dict[int, dict[int, bytes]] = {}
@@ -375,8 +375,8 @@ class _Opening:
         opened: Answers,
         keys: Mapping[int, pb.PostedKeys],
     ) -> tuple[tuple[bytes, bool], ...]:
-        """Reconstruct the clients' secrets, and return the masks that remain in the sum; for a
-        thread. Raises ValueError or InvalidInputError for shares that belong to another secret."""
+        """Reconstruct the clients' secrets, and return the masks that remain in the sum; call this
+        in a thread. Raises ValueError or InvalidInputError for shares of another secret."""
         held: dict[int, dict[int, bytes]] = {client: {} for client in self.party.routed}
         alive = set(self.survivors)
         for holder, answer in opened.given.items():
@@ -486,7 +486,7 @@ MaskKeys = Sequence[tuple[bytes, bool]]
 
 
 class SumError(StratagemError):
-    """The sum of the masked updates cannot be that of the clients."""
+    """The unmasked sum of the updates has a value that no updates of clients can have."""
 
 
 class SecureMean:
@@ -528,7 +528,7 @@ class SecureMean:
         out += change
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-        """Fill `out` with integers or bools of the base."""
+        """Fill `out` with the integers or bools of the base state, unchanged."""
         out[:] = self._base.read_raw(dtype, offset, out.size)
         return ""
 

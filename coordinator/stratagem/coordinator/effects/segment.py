@@ -121,8 +121,8 @@ async def _train(
 def _requests(
     workers: WorkerCalls, effect: RunSegment
 ) -> Callable[[int], worker_pb2.ExecuteRequest]:
-    """Return a function that makes the request for a rank. Each request names all members, possibly
-    thousands, so the members are looked up once."""
+    """Return a function that makes the request to train for the member of a rank. Each request
+    names all members, possibly thousands, so the members are looked up once."""
     view = worker_pb2.View(members=_members(workers, effect))
     return lambda rank: _request(workers, effect, rank, view)
 
@@ -206,7 +206,7 @@ class ShownProgress:
 
 
 def of_training(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a worker's training metrics, renamed as they are in facts."""
+    """Return a worker's training metrics under their names in facts, such as "train.loss"."""
     return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(metrics.items())}
 
 

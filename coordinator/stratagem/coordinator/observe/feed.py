@@ -255,14 +255,14 @@ class Feed:
 # all followers, and at most twice a second.
 
 PAUSE_S: Final = 0.5
-"""Seconds between two rounds of sending briefs."""
+"""Seconds between two rounds of sending followers the summaries (briefs) of changed runs."""
 
 Brief = TypeVar("Brief")
 
 
 @dataclass(slots=True, eq=False)
 class Follower(Generic[Brief]):
-    """A subscriber to all runs, with the newest brief of each run that it has not taken yet."""
+    """A subscriber to all runs, with each run's newest brief (summary) that it has not taken."""
 
     waiting: dict[RunId, Brief | None] = field(default_factory=dict)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -276,7 +276,7 @@ class Follower(Generic[Brief]):
 
 
 class RunBriefs(Generic[Brief]):
-    """The sender of briefs, with the followers of all runs and the runs changed since the last."""
+    """The sender of run summaries (briefs), its followers, and the runs changed since the last."""
 
     def __init__(
         self,

@@ -20,9 +20,9 @@ from stratagem.v1 import worker_pb2
 log = structlog.get_logger()
 
 MAX_TAIL_BYTES: Final = 256 * 1024
-"""The most bytes kept of one member of a party."""
+"""The most bytes of rows that are kept of one member of a party."""
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""The most bytes kept of all parties of all runs."""
+"""The most bytes of rows that are kept of all parties of all runs."""
 
 
 class PackedRows(NamedTuple):
@@ -43,7 +43,7 @@ class HistoryParts:
     is_whole: bool = True
 
     def add(self, part: worker_pb2.HistoryPart) -> None:
-        """Add a part; a part with number 0 begins anew."""
+        """Add a part of the history; the part with number 0 starts it anew."""
         if part.number == 0:
             self.parts, self.is_whole = [], True
         is_fit = len(part.rows) <= MAX_PART_BYTES and is_party(part.party)
@@ -74,7 +74,7 @@ def merged(parts: Sequence[PackedRows], stride: int) -> dict[str, dict[Series, C
 
 @dataclass(slots=True)
 class SegmentTail:
-    """The history so far, sent by one member, of the segment that a party trains now."""
+    """The rows so far, sent by one member, of the segment that a party trains now (its tail)."""
 
     segment: int
     stride: int
@@ -85,7 +85,7 @@ class SegmentTail:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the kept parts."""
+        """Return the size of the rows that are kept in memory."""
         return sum(len(part.rows) for part in self.sent.parts)
 
     def shorten(self) -> None:
@@ -101,7 +101,7 @@ class SegmentTail:
 
 
 class TailKey(NamedTuple):
-    """The key of a segment tail: a member of a party that trains."""
+    """The key of the rows of a segment in flight: the member of a party that has sent them."""
 
     run_id: RunId
     party: Party
@@ -128,7 +128,7 @@ def rows_in_flight(sent: Sequence[SentRows]) -> dict[Series, Columns]:
 
 
 class LiveHistory:
-    """The segment tails of all parties that train now."""
+    """The rows so far of the segments in flight (segment tails), for all parties that train."""
 
     def __init__(self, max_tail_bytes: int = MAX_TAIL_BYTES, max_bytes: int = MAX_BYTES) -> None:
         self._max_tail_bytes, self._max_bytes = max_tail_bytes, max_bytes
@@ -180,12 +180,12 @@ class LiveHistory:
         return [candidate for candidate in candidates if candidate.segment == candidates[0].segment]
 
     def end(self, run_id: RunId, party: Party) -> None:
-        """Drop the tails of a party whose segment has ended."""
+        """Drop the rows in memory of a party whose segment has ended."""
         for key in [key for key in self._tails if (key.run_id, key.party) == (run_id, party)]:
             del self._tails[key], self._num_bytes[key]
 
     def forget(self, run_id: RunId) -> None:
-        """Drop the tails of a run that has ended."""
+        """Drop the rows in memory of a run that has ended."""
         for key in [key for key in self._tails if key.run_id == run_id]:
             del self._tails[key], self._num_bytes[key]
 

@@ -243,7 +243,7 @@ class CoordinatorMonitor:
     def _readings(
         self, app: App | None, held: list[tuple[Metric, Values]]
     ) -> Iterator[tuple[Metric, Values]]:
-        """Yield all readings; may be called in any thread."""
+        """Yield the readings of all metrics; may be called in any thread."""
         yield from held
         if app is not None:
             phases = _phases(app.loop.state)

@@ -42,7 +42,7 @@ class RestoreSettings(Settings):
 
 
 def main() -> None:
-    """Restore, and print a summary."""
+    """Restore a backup as the command line says, and print a summary."""
     try:
         settings = RestoreSettings()  # type: ignore[call-arg]
     except ValidationError as error:

@@ -50,7 +50,7 @@ class LeaderGate(grpc.GenericRpcHandler):
     async def open(
         self, servicer: coordinator_pb2_grpc.CoordinatorServiceServicer | None = None
     ) -> None:
-        """Admit calls, to this servicer or, by default, to the previous one."""
+        """Admit calls, and pass them to this servicer or, by default, to the previous one."""
         if servicer is not None:
             self._serving = _handlers_of(servicer)
         self._leader, self._is_open = None, True
@@ -89,7 +89,7 @@ class LeaderGate(grpc.GenericRpcHandler):
 
 
 class _Refusing:
-    """A servicer whose every method raises the refusal."""
+    """A stand-in for the service: every method raises the gate's refusal."""
 
     def __init__(self, entrance: LeaderGate) -> None:
         async def refuse(_request: object, _context: object) -> object:

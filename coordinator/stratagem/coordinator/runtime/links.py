@@ -57,10 +57,10 @@ class SnapshotCalls:
 
     link: "WorkerLink"
     request: worker_pb2.GetStateRequest
-    """The request; each call adds an offset and this process's place."""
+    """The request, to which each call adds its offset and, if near, this process's place."""
 
     def __call__(self, offset: int) -> grpc.aio.UnaryStreamCall[Any, Any]:
-        """Request the snapshot from a byte offset on."""
+        """Begin to receive the snapshot from a byte offset on."""
         return self._call(offset, "")
 
     def near(self, take: Take) -> Near | None:
@@ -101,11 +101,11 @@ class WorkerLink:
 
     @property
     def place(self) -> str:
-        """Return this process's place, so that a near worker may offer local files; else ""."""
+        """Return this process's place (local_files.py), so that a near worker may offer files."""
         return place() if self.is_near else ""
 
     def fence(self, membership: int) -> types_pb2.Fence:
-        """Return the fence for a call: this coordinator's term, and the membership."""
+        """Return the fence, by which workers refuse outdated calls: leadership term, membership."""
         return types_pb2.Fence(term=self._term, membership=membership)
 
     async def execute(
@@ -329,7 +329,7 @@ class SharedFrames:
         self._frames: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # (frame, bytes of data)
 
     def __call__(self, offset: int) -> Iterator[bytes]:
-        """Yield the frames from a byte offset on."""
+        """Yield the frames of the file range from a byte offset on."""
         pieces: Iterator[bytes] | None = None  # stands at the offset, or is not open
         while offset < self._total_bytes:
             made = self._frames.get(offset)

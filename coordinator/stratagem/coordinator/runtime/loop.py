@@ -246,7 +246,7 @@ class Loop:
         self.renewed_s = time.monotonic()
 
     async def close(self) -> None:
-        """Give up the lead and close the journal."""
+        """Give up the leadership, and close the journal."""
         if self._deadline is not None:
             self._deadline.cancel()
         await self.recorded.close()
@@ -368,8 +368,8 @@ def _shown_index(before: RunRecord | EndedRun | None, now: RunRecord | EndedRun 
 def _at_rest(
     state: CoordinatorState, world: World, walls_s: Mapping[RunId, float]
 ) -> list[tuple[EndedRun, RunView]]:
-    """Return the runs among these that are at rest, with their views; walls_s: time of each run's
-    newest fact."""
+    """Return the runs among these that are at rest (ended and held by no worker), with their views;
+    walls_s: time of each run's newest fact."""
     runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
     summaries = (at_rest(world, run, at_s) for run, at_s in runs)
     return [summary for summary in summaries if summary is not None]

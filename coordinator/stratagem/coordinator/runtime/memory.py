@@ -34,7 +34,7 @@ class Portions:
         self._num_left = num_blocks()
 
     def collect(self) -> None:
-        """Collect recent objects, or all if the process has grown much, and set survivors aside."""
+        """Collect recent objects, or all if the process has grown much; later spare those left."""
         if self._num_blocks() >= GROWTH * max(self._num_left, LEAST_BLOCKS):
             gc.unfreeze()
             gc.collect()

@@ -64,7 +64,7 @@ class _Lot:
     path: str
     listener: socket.socket
     emptied_s: float
-    """The time when the last stream of the lot ended, or when the lot was made."""
+    """The time when the worker's last stream ended or, without one, when this record was made."""
     had_streams: bool = False
     parked: list[asyncio.Future[socket.socket]] = field(default_factory=list)
     """The parked streams; each future receives the connection that its stream must carry."""
@@ -135,7 +135,7 @@ class RelayHub:
         return f"worker {member.worker_id} keeps no tunnel open ({last})"
 
     def counts(self) -> Counter[str]:
-        """Return the number of streams, per state."""
+        """Return the number of tunnel streams, per state."""
         lots = self._lots.values()
         return Counter(
             parked=sum(len(lot.parked) for lot in lots), live=sum(lot.num_live for lot in lots)
@@ -152,7 +152,7 @@ class RelayHub:
             self.forget(other)
 
     async def close(self) -> None:
-        """End all streams."""
+        """End all tunnel streams."""
         for lot in list(self._lots.values()):
             self._drop(lot)
         await self._chores.close()
@@ -284,12 +284,12 @@ class RelayHub:
         return lot
 
     def _tidy(self, lot: _Lot) -> None:
-        """Drop a lot that nobody needs any more."""
+        """Drop the socket and streams of a worker process that nobody needs any more."""
         if lot.is_idle and not self._is_registered(lot.member):
             self._drop(lot)
 
     def _drop(self, lot: _Lot) -> None:
-        """Close the socket of a lot and end its parked streams; connections end by themselves."""
+        """Close a worker's socket, and end its parked streams; connections end by themselves."""
         if self._lots.get(lot.member) is not lot:
             return
         del self._lots[lot.member]

@@ -69,14 +69,14 @@ class Runs:
         app.feed.listeners.append(self._briefs.note)
 
     async def view(self, run_id: str) -> RunView:
-        """Return one run. Raises NotFoundError."""
+        """Return the view of one run. Raises NotFoundError."""
         views = await self._views([RunId(run_id)])
         if not views:
             raise NotFoundError(f"run {run_id!r} is not known")
         return views[0]
 
     async def info(self, run_id: str) -> pb.RunInfo:
-        """Return one run as a message. Raises NotFoundError."""
+        """Return one run as a protobuf message. Raises NotFoundError."""
         return self._info_of(await self.view(run_id))
 
     def _info_of(self, view: RunView) -> pb.RunInfo:
@@ -115,7 +115,7 @@ class Runs:
         return run_brief(view, None if run is None else self.progress_of(run))
 
     def progress_of(self, run: RunRecord) -> pb.RunProgress | None:
-        """Return the latest progress of a run."""
+        """Return the latest progress of a run, as the feed shows it."""
         last = self.app.feed.progress(run.run_id)
         return None if last is None else progress(self.app.paces, self.app.loop.world, run, last)
 
@@ -139,7 +139,7 @@ class Runs:
         return response
 
     def _newest_first(self, behind: tuple[float, RunId] = _FIRST) -> Iterator[RunId]:
-        """Yield the ids of existing runs, newest first, after the position `behind`."""
+        """Yield the ids of existing runs, newest first, that come after this position."""
         state = self.app.loop.state
         active = sorted((-run.submitted_wall_s, run.run_id) for run in state.runs.values())
         places = merge(active, state.ended.by_submission.behind(behind))
@@ -386,7 +386,7 @@ _PHASES = {phase: pb.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in Run
 
 
 def run_info(run: RunView, paths: Paths, *, pinned: bool) -> pb.RunInfo:
-    """Return one run as a message."""
+    """Return one run as a protobuf message."""
     # Fields with the same name in both are copied.
     same = run.model_dump(exclude={"predictions", "num_facts", "is_reproducible"})
     changed = {
@@ -421,7 +421,7 @@ def verification_of(request: pb.RecordVerificationRequest, by: str) -> Verificat
 
 
 def event(item: FeedEvent) -> pb.RunEvent:
-    """Return one event as a message."""
+    """Return one event as a protobuf message."""
     return pb.RunEvent(
         index=item.index,
         time_s=item.wall_s,
@@ -434,7 +434,7 @@ def event(item: FeedEvent) -> pb.RunEvent:
 
 
 def progress(paces: Paces, world: World, run: RunRecord, item: SegmentProgress) -> pb.RunProgress:
-    """Return the latest progress of a run as a message."""
+    """Return the latest progress of a run as a protobuf message."""
     status = shown_status_of(run, world)
     counts, step = status.counts, max(item.step, status.step)
     return pb.RunProgress(

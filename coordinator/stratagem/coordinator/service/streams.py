@@ -245,7 +245,7 @@ def may_name(app: App, caller: Caller, digest: Digest) -> bool:
 async def rendezvous(
     app: App, run_id: RunId, party: Party, membership: int, rank: int, arrival: Arrival
 ) -> tuple[Arrival, ...]:
-    """Wait for all members; return their arrivals. Investigate members that are late."""
+    """Wait until all members of a party are here; return their arrivals. Investigate late ones."""
     try:
         async with asyncio.timeout(app.settings.rendezvous_timeout_s):
             return await app.barriers.join(run_id, party, membership, rank, arrival)

@@ -134,7 +134,7 @@ log = structlog.get_logger()
 
 
 async def investigate(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> None:
-    """Handle a failed exchange: lose the members that do not answer, or re-form if all answer.
+    """Handle a failed exchange: report silent members as lost or, if none is, re-form the party.
 
     Do nothing if the membership is over already.
     """
@@ -153,7 +153,7 @@ async def investigate(app: App, run_id: RunId, party: Party, membership: int, re
 
 
 async def dial_back(app: App, member: Member, address: str) -> None:
-    """Dial a registering worker back: it must answer, under its name, before it is accepted.
+    """Call a registering worker back: it must answer, under its name, before it is accepted.
 
     Raises AlreadyExistsError if another process of that name is alive.
     """

@@ -89,8 +89,8 @@ class BlobStore(Protocol):
         if it is missing."""
 
     def settle(self, digest: Digest) -> None:
-        """Settle one claim: the event that names the blob is durable. From then on the blob stays
-        only while it is live, unless another writer has claimed it, too."""
+        """Drop one claim on a blob, because the event that names it is durable. From then on the
+        blob stays only while it is live, unless another writer has claimed it, too."""
 
     def make_room(self) -> bool:
         """Delete a local copy of a remote blob to free disk space; False if there is none."""
@@ -255,7 +255,7 @@ class DirectoryBlobs:
         return Scratch(self._temporary, self.make_room)
 
     def keep_room(self) -> None:
-        """Do nothing: all blobs here are needed."""
+        """Do nothing: no blob here is a mere copy that may be deleted."""
 
     def open(self, digest: Digest) -> BlobFile:
         try:
@@ -428,7 +428,7 @@ class Bin:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a bin, unless its owner puts a file into it meanwhile."""
+    """Remove a bin (a folder of deleted files), unless its owner puts a file into it meanwhile."""
     for path in folder.iterdir():
         path.unlink(missing_ok=True)
     try:

@@ -171,23 +171,23 @@ class Objects:
 def unique_name(term: int) -> str:
     """Return a name, or the start of a name, that no other object has or will have.
 
-    Names of one term sort as they were made: only one process ever has that term.
+    Names of one leadership term sort as they were made: only one process ever has that term.
     """
     return f"{mark(term)}{secrets.token_hex(4)}"
 
 
 def mark(term: int) -> str:
-    """Return a name that sorts after all names of this term so far, and before later ones."""
+    """Return a name that sorts after this leadership term's names so far, and before later ones."""
     return f"{beginning(term)}{next(_COUNTER):08x}"
 
 
 def beginning(term: int) -> str:
-    """Return a name that sorts before all names of a term."""
+    """Return a name that sorts before all names that are made in a leadership term."""
     return f"{term:010}-"
 
 
 def term_of(name: str) -> int | None:
-    """Return the term of the coordinator that wrote an object; None if no coordinator wrote it."""
+    """Return the leadership term in an object's name; None if no coordinator wrote it."""
     match_ = _UNIQUE.fullmatch(name.rpartition("/")[2])
     return int(match_[1]) if match_ else None
 
@@ -420,7 +420,7 @@ def _try_signed(objects: Objects) -> None:
 
 
 def _try_copy(objects: Objects) -> None:
-    """Copy a trial object inside the store, as leaves of an earlier term are copied."""
+    """Copy a trial object inside the store, as a coordinator copies leaves of earlier terms."""
     name, copied = (f"trial/{unique_name(0)}.txt" for _ in range(2))
     try:
         objects.put(name, [_TRIAL], len(_TRIAL))

@@ -95,13 +95,13 @@ def record(item: Committed) -> Record:
 
 
 def summary(run: EndedRun, run_view: RunView) -> RunSummary:
-    """Return the summary row of a run at rest: one that has ended, with no pending work."""
+    """Return the journal's summary of a run at rest: it has ended, with no pending work."""
     brief = _brief.dump_json(run).decode()
     return RunSummary(run.run_id, VERSION, brief, run_view.model_dump_json())
 
 
 def view_of(text: str) -> RunView:
-    """Parse the view in a summary: the part of a run at rest that is shown."""
+    """Parse the view in the summary of a run at rest, i.e. ended and archived."""
     return RunView.model_validate_json(text)
 
 
@@ -120,7 +120,7 @@ T = TypeVar("T")
 
 
 class Recorded:
-    """The facts and summaries of a journal, for the coordinator that leads under this term."""
+    """The facts and summaries of a journal, for the coordinator of one leadership term."""
 
     def __init__(self, journal: Journal, term: int) -> None:
         self._journal = journal
@@ -143,9 +143,9 @@ class Recorded:
         at_rest: Sequence[tuple[EndedRun, RunView]],
         histories: Sequence[HistoryRow] = (),
     ) -> None:
-        """Make facts durable in one transaction, with summaries of runs now at rest, and the step
-        history of segments that ended. If a run returns to an earlier commit, its history after
-        that commit is deleted."""
+        """Make facts durable in one transaction, with summaries of runs that are at rest (archived)
+        now, and the step history of segments that ended. If a run returns to an earlier commit, its
+        history after that commit is deleted."""
         records = [record(item) for item in facts]
         summaries = [summary(run, view) for run, view in at_rest]
         returns = {
@@ -285,7 +285,7 @@ class Recorded:
         return await self._rebuilt(state, *wanted)
 
     async def run(self, state: CoordinatorState, run_id: RunId) -> RunRecord | None:
-        """Rebuild a run at rest from its facts; None if the run is not, or no longer, at rest."""
+        """Rebuild an archived run from its facts; None if it is not, or no longer, archived."""
         resting = state.ended.get(run_id)
         if resting is None:
             return None
@@ -294,7 +294,7 @@ class Recorded:
     async def _rebuilt(
         self, state: CoordinatorState, run_id: RunId, num_facts: int
     ) -> CoordinatorState:
-        """Return the state after rebuilding a run at rest from its first num_facts facts."""
+        """Return the state after rebuilding an archived run from its first num_facts facts."""
 
         def read() -> CoordinatorState:
             stored = self._journal.read(run_id, 0, min(num_facts, PAGE_FACTS))

@@ -48,7 +48,7 @@ class Holder:
 
     @classmethod
     def of_this_process(cls, name: str = "", address: str = "") -> Self:
-        """Return this process as a holder."""
+        """Return a record of this process, as a holder of leadership."""
         pid = os.getpid()
         stat = _stat(pid)
         started = int(stat[_START_FIELD]) if stat else 0
@@ -115,7 +115,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The row of the lease, as read at one time."""
+    """The row in the journal that says who leads, as it was read at one time."""
 
     holder: Holder | None
     """The process that leads; None once the lead was released."""
@@ -130,7 +130,7 @@ class Lease:
 
 
 def look(database: Database) -> Lease:
-    """Return the lease as its row in the database is now."""
+    """Read from the database who leads now."""
     silent = literal(None, Float) if database.silent_s is None else database.silent_s
     query = select(lease.c.holder, lease.c.term, lease.c.renewals, silent.label("silent_s"))
     with database.read() as connection:
@@ -185,7 +185,7 @@ class Candidate:
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
     _asked_for: int | None = None
-    """The term of an attempt to take the lead whose answer was lost."""
+    """The leadership term of an attempt to take the lead whose answer was lost on the way."""
     _silence: Silence = field(default_factory=Silence)
 
     def wait(self) -> Lead:

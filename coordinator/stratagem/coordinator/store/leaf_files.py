@@ -47,7 +47,7 @@ class NewLeaf(Protocol):
 
 
 class LeafStore(Protocol):
-    """A store of leaves, which the states of all runs share."""
+    """A store of leaves (content-addressed pieces of states), which all runs' states share."""
 
     def new(self, upload: str) -> NewLeaf:
         """Return a receiver for the bytes of a new leaf of this upload."""
@@ -60,7 +60,7 @@ class LeafStore(Protocol):
         """Return those leaves that a state may reuse, as only this coordinator may delete them."""
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Make the leaves of a state that a fact will name reliable; False if one is missing."""
+        """Ensure that no other coordinator deletes a state's leaves; False if one is missing."""
 
     def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
         """Return the leaves that the upload has not written with their expected size; the others
@@ -73,7 +73,7 @@ class LeafStore(Protocol):
         """Read a leaf that an upload wrote; return True if its bytes match its digest."""
 
     def all_copies(self) -> Collection[Any]:
-        """Return all stored copies of leaves, for `collect`."""
+        """Return all stored copies of leaves, as `collect` needs them."""
 
     def collect(
         self, copies: Collection[Any], named: Collection[Digest], under_way: Collection[str]

@@ -66,7 +66,7 @@ class _NewObject:
 
 
 class LeafObjects:
-    """The leaves below one prefix of a bucket, for the coordinator of one term; see LeafStore."""
+    """The leaves below one prefix of a bucket, for one leadership term; see LeafStore."""
 
     def __init__(
         self, objects: Objects, scratch: Callable[[], Scratch], claims: LeafClaims, term: int
@@ -100,12 +100,12 @@ class LeafObjects:
             return leaf
 
     def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
-        """Return the leaves among these that were written under this term; see LeafStore."""
+        """Return the leaves that were written in this leadership term; see LeafStore."""
         with self._claims.lock:
             return [leaf for leaf in leaves if leaf in self._object_names]
 
     def keep(self, leaves: Sequence[Digest]) -> bool:
-        """Copy leaves of earlier terms to names of this term; see LeafStore."""
+        """Copy leaves of earlier leadership terms to names of this term, so that they are kept."""
         lent = [leaf for leaf in dict.fromkeys(leaves) if leaf not in self._object_names]
         try:
             self._map(self._copy, lent)
@@ -126,7 +126,7 @@ class LeafObjects:
         return sizes.keys() - right.keys()
 
     def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
-        """Return the leaves among these that have no known object of this term."""
+        """Return the leaves of which no object of this leadership term is known."""
         with self._claims.lock:
             return [leaf for leaf in leaves if leaf not in self._object_names]
 
@@ -191,7 +191,7 @@ class LeafObjects:
         return self._object_names.get(digest) or self._copies_of(digest)[-1].name
 
     def _copy(self, digest: Digest) -> None:
-        """Copy an undamaged object of a leaf to a name of this term. Raises MissingBlobError."""
+        """Copy a sound leaf object to a name of this leadership term. Raises MissingBlobError."""
         name = _name(digest, unique_name(self._term))
         try:
             self._objects.copy(self._sound(digest, self._copies_of(digest)).name, name)

@@ -115,7 +115,7 @@ class LeafWriter:
     """Writes a state as leaves: write its data in order, then commit; or abort."""
 
     def __init__(self, store: LeafStore, manifest: Manifest, upload: DirectUpload) -> None:
-        """Take over the upload, which ends with this writer."""
+        """Take over an upload of leaves, which ends with this writer."""
         self._store, self._manifest, self._upload = store, manifest, upload
         self._leaves = leaves_of(manifest)
         self._stream = LeafStream(self._leaves)
@@ -179,7 +179,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Lists(BlobStore, Protocol):
-    """The store of the blobs that are lists of leaves."""
+    """The store of lists of leaves; every list is a blob that completes one state."""
 
     def digests(self) -> Iterable[Digest]:
         """Return the digests of all stored lists."""
@@ -386,7 +386,7 @@ class JoinedState:
             yield bytes(piece)
 
     def offer(self) -> None:
-        """Return None: the state is not in one file."""
+        """Return None: the state is in many files, so none can be offered to another process."""
 
     def check(self, offset: int, frame: bytes) -> None:
         """Do nothing: the source has checked the bytes."""
@@ -435,7 +435,7 @@ def in_folder(root: Path) -> StatePlace:
 
 
 def in_objects(objects: Objects, whole: SharedBlobs, cache_dir: Path, term: int) -> StatePlace:
-    """Return the stores for leaves below a prefix of a bucket, for the coordinator of a term.
+    """Return the stores for leaves below a prefix of a bucket, for a coordinator's leadership term.
     whole: the blobs there that are one object each; cache_dir: for local copies of lists."""
     cache = BlobCache(cache_dir, _LIST_CACHE_BYTES)
     lists = SharedBlobs(objects, cache, term, folder=LISTS, suffix=LIST_SUFFIX)

@@ -176,7 +176,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SharedBlobs:
-    """The blobs below one prefix, for the coordinator of one term. See blobs.py for the rules."""
+    """The blobs below one prefix, for one leadership term of a coordinator. See blobs.py."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class SharedBlobs:
 
     def keep(self, digest: Digest) -> bool:
         """Protect a blob from collection until a fact names it, by making sure that an object of
-        this term holds it; return False if the blob is missing."""
+        this leadership term holds it; return False if the blob is missing."""
         _check(digest)
         with self._lock:
             self._claims.add(digest)
@@ -286,7 +286,7 @@ class SharedBlobs:
         return True
 
     def _copies_of(self, digest: Digest) -> list[StoredObject]:
-        """Return the objects of a blob, newest last."""
+        """Return the objects in the bucket that hold a blob, newest last."""
         folder = f"{self._folder}/{_check(digest)}"
         return [stored for stored in self._objects.list(folder) if term_of(stored.name) is not None]
 
@@ -363,7 +363,7 @@ class SharedBlobs:
 
 
 def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
-    """Yield a file from its start, in pieces that each own their memory."""
+    """Yield a file from its start, in pieces that share no buffer with each other."""
     offset = 0
     while offset < num_bytes:
         piece = os.pread(descriptor, min(PIECE_BYTES, num_bytes - offset), offset)

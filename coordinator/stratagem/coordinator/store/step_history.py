@@ -78,7 +78,7 @@ class HistoryRow:
 
     @property
     def all_ends(self) -> Ends:
-        """Return the ends of all segments in the row."""
+        """Return (segment, last step) of all segments in the row."""
         return self.ends or ((self.segment, self.to_step),)
 
 
@@ -223,7 +223,7 @@ class StepSpan:
 def page(
     connection: Connection, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
 ) -> list[HistoryRow]:
-    """Return the first `limit` rows of a party after segment `behind` with steps of the span."""
+    """Return the first `limit` rows of a party behind a segment that have steps of the span."""
     its = history.c
     rows = select(history).where(*_of(run_id, party), its.segment > behind)
     rows = rows.where(its.to_step > _number(span.from_step) * its.stride)
@@ -233,7 +233,7 @@ def page(
 
 
 def counts(connection: Connection, run_id: RunId) -> dict[Party, int]:
-    """Return the number of rows of each party of a run that has more than one.
+    """Return the number of rows, for those parties of a run that have more than one.
 
     Only the key is read: the other columns lie behind the large values, which the database would
     have to read.
@@ -293,7 +293,7 @@ def merge(connection: Connection, rows: Sequence[HistoryRow], into: HistoryRow) 
 
 
 def forget(connection: Connection, run_id: RunId) -> None:
-    """Delete the rows of a run."""
+    """Delete the step history of a run."""
     connection.execute(delete(history).where(history.c.run_id == run_id))
 
 
@@ -302,7 +302,7 @@ def _of(run_id: RunId, party: Party) -> tuple[ColumnElement[bool], ColumnElement
 
 
 def _number(step: int) -> ColumnElement[int]:
-    """Return SQL for the index of the value that covers a step, given the stride of its row."""
+    """Return SQL for the index of the value that covers a step, given the steps per value."""
     return literal(step - 1, BigInteger) // history.c.stride
 
 

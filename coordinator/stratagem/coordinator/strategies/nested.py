@@ -64,18 +64,18 @@ def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> li
 
 
 def begin(party: Party, job: JobSpec, horizon: int, strategies: Strategies) -> Child:
-    """Return a new child, before any fact."""
+    """Return a new child (a party inside a strategy), before any fact about it."""
     strategy = strategies.of(job)
     return Child(party, job, strategy, strategy.init(job, party, strategies), horizon)
 
 
 def progress(child: Child) -> NestedProgress:
-    """Return the progress of the child."""
+    """Return the progress of the child, as its strategy reports it."""
     return _nesting(child).progress(child.value)
 
 
 def is_at_horizon(child: Child) -> bool:
-    """Return True if all that the child may train for now is committed and evaluated."""
+    """Return True if all segments that the child may train for now are committed and evaluated."""
     latest = progress(child)
     return (
         latest.committed is not None
@@ -101,8 +101,8 @@ def returned(child: Child, base: Base, metrics: Mapping[str, float]) -> Child:
 
 
 def decide(child: Child, world: World, now_s: float) -> Fact | None:
-    """Return the child's next fact; None instead of the run's completion, and the party's failure
-    instead of the run's."""
+    """Return the child's next fact, with the completion of the run replaced by None, and its
+    failure by that of the party."""
     fact = child.strategy.decide(child.job, child.value, world, now_s)
     match fact:
         case RunCompleted():
@@ -116,7 +116,7 @@ def decide(child: Child, world: World, now_s: float) -> Fact | None:
 
 
 def has_ended(child: Child) -> bool:
-    """Return True if all that the child's job asks for is committed, so that a run would end."""
+    """Return True if all that the child's job asks for is committed: a run would be complete."""
     nobody = World({}, {})
     return isinstance(child.strategy.decide(child.job, child.value, nobody, 0.0), RunCompleted)
 
@@ -127,7 +127,7 @@ def transition(child: Child, fact: Fact, now_s: float) -> Child:
 
 
 def again(child: Child) -> Child:
-    """Return the child after a failure, ready to go on with its whole failure budget."""
+    """Return the child ready to go on after a failure, as if resumed, with no failures counted."""
     return transition(child, RunResumed(), now_s=0.0)
 
 
@@ -154,13 +154,13 @@ def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
 
 
 def members(children: Iterable[Child]) -> tuple[Member, ...]:
-    """Return all workers that the children have, sorted by name."""
+    """Return all workers that are members of the children's parties, sorted by name."""
     working = {member for view in _parties(children) for member in view.members}
     return tuple(sorted(working, key=lambda member: member.worker_id))
 
 
 def world_beside(world: World, siblings: Iterable[Child]) -> World:
-    """Return the world as a child should see it: with the load of its siblings' workers added."""
+    """Return the world as a child should see it: with its siblings' work added to workers' load."""
     load: Counter[WorkerId] = Counter()
     for view in _parties(siblings):
         load.update(member.worker_id for member in view.members)

@@ -24,8 +24,8 @@ _WHAT_TUNNELS_CARRY: Final = (
 
 
 def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]:
-    """Return the usable workers for a job, least loaded first: they take its code, are reached by
-    the others if the strategy needs that, and have fitting numerics.
+    """Return the usable workers that suit a job, least loaded first: they take its code, have
+    fitting numerics and, if the strategy needs that, are reachable for the others.
 
     fingerprint: the numerics of the run's members; "" before the first placement, which takes the
     numerics of most workers (of equals, those of the first worker).
@@ -57,7 +57,7 @@ def _refuses_code(job: JobSpec, worker: WorkerRecord) -> bool:
 
 
 def _is_apart(job: JobSpec, worker: WorkerRecord) -> bool:
-    """Return True if members must reach each other, and none could reach this worker."""
+    """Return True if members of the run must reach each other, but none could reach this worker."""
     return worker.capability.tunnelled and needs_peers(job.strategy)
 
 

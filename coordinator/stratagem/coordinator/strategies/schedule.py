@@ -126,7 +126,7 @@ PERPLEXITY = "perplexity"
 
 
 def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the total of each sum, keyed by name; the parts are added in the order given."""
+    """Return the sum of each quantity over all parts, keyed by name, added in the order given."""
     totals: dict[str, float] = {}
     for part in sums:
         for name, value in sorted(part.items()):
@@ -135,7 +135,7 @@ def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def means(totals: Mapping[str, float], metrics: Sequence[str]) -> dict[str, float]:
-    """Return the weighted means, keyed by "<split>.<metric>".
+    """Return the weighted means from sums, keyed by "<split>.<metric>".
 
     perplexity is exp of the mean loss, so it has no sum of its own.
     """

@@ -36,7 +36,7 @@ AVERAGE: Final = Rule("weight_average", _RATE)
 
 
 class FiniteResult:
-    """Checks the windows of one fold for numbers that are not finite."""
+    """Checks the results of one fold, window by window, for numbers that are not finite."""
 
     def __init__(self, manifest: Manifest, rule: Rule, base: StateReader | None = None) -> None:
         """manifest: of the state, which places the windows. rule: computes the numbers, unless a

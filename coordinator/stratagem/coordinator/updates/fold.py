@@ -105,7 +105,7 @@ _log = structlog.get_logger(__name__)
 
 
 class FoldStoppedError(StratagemError):
-    """The fold was asked to stop; nothing of it is left."""
+    """The fold was stopped because it was asked to; nothing that it wrote is left."""
 
 
 MOST_SAMPLES: Final = "the one with most samples"

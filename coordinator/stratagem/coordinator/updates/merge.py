@@ -41,7 +41,7 @@ class ContradictionError(StratagemError):
 
 
 class MergeStoppedError(StratagemError):
-    """The merge was asked to stop; nothing of it is left."""
+    """The merge was stopped because it was asked to; nothing that it wrote is left."""
 
 
 @dataclass(frozen=True, slots=True)

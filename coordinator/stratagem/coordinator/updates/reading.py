@@ -52,14 +52,14 @@ class Source(Protocol):
     """
 
     def read(self, offset: int, into: Raw) -> None:
-        """Fill the array with elements, from that byte offset in the model's data on."""
+        """Fill the array with the elements that begin at a byte offset in the model's data."""
 
     def check(self) -> None:
-        """Check that the bytes read, which must be all bytes, are those that were accepted."""
+        """Check, once all bytes were read, that they are those of the accepted update."""
 
 
 class WholeSource:
-    """Reads an update that has the layout of the model."""
+    """Reads an uncoded update, which has the tensor layout of the model."""
 
     def __init__(self, entry: SpoolEntry) -> None:
         self._entry = entry
@@ -344,7 +344,7 @@ class UpdateDecoding:
         return None
 
     def close(self) -> None:
-        """Close the files of the states."""
+        """Close the files of the base states."""
         self._files.close()
 
     def _coded(self, place: int, entry: SpoolEntry, layout: CodedLayout) -> CodedSource:
@@ -424,7 +424,7 @@ class Reply:
     vectors: tuple[memoryview, ...]
 
     async def windows(self) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of all vectors, in pieces."""
+        """Yield the bytes of all vectors of the reply, in pieces."""
         for vector in self.vectors:
             for start in range(0, len(vector), CHUNK_BYTES):
                 yield bytes(vector[start : start + CHUNK_BYTES])

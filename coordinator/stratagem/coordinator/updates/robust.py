@@ -310,12 +310,12 @@ _NARROW: Final = frozenset({"float32", "float16", "bfloat16"})
 
 
 def window_of(num_updates: int) -> int:
-    """Return the window size, in elements, if one window of every update is in memory."""
+    """Return the window size, in elements, at which memory has room for one window per update."""
     return min(_MAX_WINDOW, max(COLUMNS, _ELEMENTS_IN_MEMORY // num_updates))
 
 
 def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
-    """Fill `out` with lower medians; return "the middle" if updates differ, "" otherwise."""
+    """Fill `out` with lower medians of integers; return "the middle" if updates differ, or ""."""
     rows = [np.empty(out.size, storage(dtype)) for _ in sources]
     for source, row in zip(sources, rows, strict=True):
         source.read(offset, row)

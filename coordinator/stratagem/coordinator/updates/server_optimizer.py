@@ -183,7 +183,7 @@ class ServerStep:
         return tuple(writer.commit() for writer in self._writers)
 
     def abort(self) -> None:
-        """Discard the slots written so far."""
+        """Discard the optimizer state (slots) written so far."""
         self._files.close()
         for writer in self._writers:
             writer.abort()

@@ -140,7 +140,7 @@ _NAME: Final = re.compile(r"\d{10}-[0-9a-f]{16}-(\d{1,18})-([0-9a-f]{8})\.safete
 
 @dataclass(frozen=True, slots=True)
 class SharedUpdate:
-    """An accepted update in the object store."""
+    """A client's accepted update, as it is kept in the object store."""
 
     client: int
     stored: StoredObject
@@ -149,8 +149,8 @@ class SharedUpdate:
 
 
 class SharedSpool:
-    """The updates below one prefix of a bucket, for the coordinator of one term. `folder` is
-    <run>/<party>/..."""
+    """The updates below one prefix of a bucket, for the coordinator of one leadership term.
+    `folder` is <run>/<party>/..."""
 
     def __init__(self, objects: Objects, term: int) -> None:
         self._objects, self._term = objects, term
@@ -164,7 +164,7 @@ class SharedSpool:
             self._objects.put(name, own_pieces(file.fileno(), num_bytes), num_bytes)
 
     def find(self, round_folder: str) -> dict[int, list[SharedUpdate]]:
-        """Return the updates of a round, keyed by client; each client's newest term comes last."""
+        """Return a round's updates, keyed by client; the newest leadership term's comes last."""
         clients: dict[int, list[SharedUpdate]] = {}
         for entry in self._objects.list(f"{_FOLDER}/{round_folder}"):
             *_, client, name = entry.name.split("/")
@@ -352,7 +352,7 @@ class Spool:
         self._delete_shared(folder, lambda _name: True)
 
     def delete_updates(self, keys: Iterable[SpoolKey]) -> None:
-        """Delete some accepted updates, entry first."""
+        """Delete some accepted updates: first the entries that accept them, then the data."""
         for key in keys:
             folder = self._folder_of(key)
             path = folder / f"{key.client}{_ENTRY}"
@@ -372,7 +372,7 @@ class Spool:
             self._remove(entry.path)
 
     def delete_run(self, run: SpoolRun) -> None:
-        """Delete all updates of a submission of a run."""
+        """Delete all updates of one submission of a run, in all parties and rounds."""
         self._delete_here(self._root / run.folder)
         self._delete_shared(run.folder, lambda _name: True)
 

@@ -357,7 +357,7 @@ class SpoolWriter:
             self._file.close()
 
     def discard(self) -> None:
-        """Delete all files of the upload."""
+        """Delete all files of the upload, which ends it."""
         if os.fstat(self._file.descriptor).st_nlink:
             self._drop(self.upload.path)
         self._file.close()

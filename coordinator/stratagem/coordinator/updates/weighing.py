@@ -220,7 +220,7 @@ def runs_of(manifest: Manifest, is_special: Callable[[TensorSpec], bool]) -> lis
 def pieces(
     runs: Sequence[Run], dtype: str, offset: int, num_elements: int
 ) -> list[tuple[slice, bool]]:
-    """Cut a window into pieces that are all special or all not. offset: of its first byte."""
+    """Cut a window into slices, with True for special data. offset: of the window's first byte."""
     item_bytes = dtype_named(dtype).item_bytes
     end, parts = offset + num_elements * item_bytes, []
     for start, stop, kind in runs:

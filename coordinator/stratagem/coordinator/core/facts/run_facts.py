@@ -57,7 +57,7 @@ class WorkerMarked(Value):
 
 
 class WorkerQuarantined(Value):
-    """The worker gets no work until it is released."""
+    """The worker gets no more work until a person releases it."""
 
     worker_id: WorkerId
     reason: str
@@ -66,7 +66,7 @@ class WorkerQuarantined(Value):
 
 
 class WorkerReleased(Value):
-    """The quarantine and the mark of a worker are lifted."""
+    """The quarantine and the mark of a worker are lifted: it gets work again."""
 
     worker_id: WorkerId
     by: str = ""

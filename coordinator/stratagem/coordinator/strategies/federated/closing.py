@@ -53,8 +53,8 @@ WAIT = "wait"
 
 
 def begin_again(job: JobSpec, value: Federation, now_s: float) -> RoundRestarted | RunFailed | None:
-    """Return the restart of a secure round, or the failure of the run, if no sum of the round can
-    be unmasked any more; None if a sum can be unmasked."""
+    """Return the fact that restarts with new keys a secure round of which no sum can be unmasked
+    any more, or fails the run if that cannot help; None if a sum can be unmasked."""
     spec = spec_of(job).options.secure_aggregation
     if spec is None:
         return None
@@ -85,8 +85,8 @@ def _is_late(clients: Open, now_s: float) -> bool:
 def close(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
-    """Return the closing of the round once all have answered, its deadline has passed, or enough
-    updates are here; None before. If updates are too few, return what follows from that."""
+    """Return the fact that closes the round once all have answered, its deadline has passed, or
+    enough updates are here, or that deals with too few updates; None before."""
     clients, is_secure = value.clients, spec_of(job).options.secure_aggregation is not None
     if is_secure and not clients.secure.routed:
         return None
@@ -152,7 +152,7 @@ def num_required(job: JobSpec, value: Federation) -> int:
 def _missing(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], count: str, now_s: float
 ) -> Fact | None:
-    """Return what follows too few updates: asking other clients, waiting, or the run's failure."""
+    """Return the fact that follows too few updates: ask other clients, wait, or fail the run."""
     needed, rejected = num_required(job, value), value.clients.rejected
     if rejected:
         count += f"; {commonest_first(job, value)}"
@@ -179,9 +179,9 @@ def _missing(
 def ask_again(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> RoundWaits | None:
-    """Return the request to the failed clients of a waiting round for which there is another
-    worker, or a new process of the worker with their rows; None if there are none. Clients whose
-    site has refused are asked periodically, too, as its settings may have changed."""
+    """Return the fact that asks again those failed clients of a waiting round for which there is
+    another worker, or a new process of the worker with their rows; None if there are none. Clients
+    whose site has refused are asked periodically, too, as its settings may have changed."""
     clients = value.clients
     if not clients.is_waiting or not clients.rejected:
         return None
@@ -237,8 +237,8 @@ def weight(job: JobSpec, accepted: Accepted) -> float:
 
 
 def after_close(job: JobSpec, value: Federation) -> Federation:
-    """Return the run after a round closes: clients that still train are late from now on, and the
-    late updates that the round took are dropped."""
+    """Return the run value after a round closes: clients that still train for the round count as
+    late from now on, and the late updates that the round took are dropped."""
     if not max_staleness(job):
         return value
     due = {client: of_open_round(value, client) for client in due_clients(value)}
@@ -246,15 +246,15 @@ def after_close(job: JobSpec, value: Federation) -> Federation:
 
 
 def of_open_round(value: Federation, client: int) -> Late:
-    """Return the base, the worker and the membership of a client of the open round."""
+    """Return a client's training in the open round as a Late record: base, worker, membership."""
     assert value.committed is not None
     num_reductions = num_lr_reductions(value.metrics)
     return Late(value.round_num, value.committed, *value.clients.assigned[client], num_reductions)
 
 
 def after_commit(job: JobSpec, value: Federation) -> Federation:
-    """Return the run without late clients too stale for the next round; after the last round,
-    without any."""
+    """Return the run value without late clients whose updates would be too old for the next round;
+    after the last round, without any late client."""
     is_over = value.round_num > spec_of(job).rounds
     limit = -1 if is_over else max_staleness(job)
     late = {
@@ -266,7 +266,7 @@ def after_commit(job: JobSpec, value: Federation) -> Federation:
 
 
 def is_late(value: Federation, fact: Fact) -> bool:
-    """Return True if the fact is about late clients, without which an earlier round was closed."""
+    """Return True if the fact is about clients that still train for an earlier, closed round."""
     match fact:
         case UpdateReceived() | UpdateRejected():
             clients = [fact.client]
@@ -279,8 +279,8 @@ def is_late(value: Federation, fact: Fact) -> bool:
 
 
 def with_late(value: Federation, fact: Fact) -> Federation:
-    """Return the run with a fact about late clients folded in: an update that waits for the next
-    closing, or a client that is given up."""
+    """Return the run value with a fact about late clients folded in: an update, which waits for the
+    next round to close, or a client that is given up."""
     match fact:
         case UpdateReceived():
             late = replace(value.late[fact.client], update=fact)
@@ -316,7 +316,7 @@ def give_up(value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned |
 
 
 def accepted(value: Federation) -> list[Accepted]:
-    """Return the late updates that the open round takes if it closes now."""
+    """Return the late updates that the open round would take if it closed now."""
     return [
         Accepted(
             client=client,
@@ -331,7 +331,7 @@ def accepted(value: Federation) -> list[Accepted]:
 
 
 def received(value: Federation) -> list[UpdateReceived]:
-    """Return the facts of the late updates that have arrived, in order of client."""
+    """Return the UpdateReceived facts of the late clients that have answered, in client order."""
     return [late.update for _, late in sorted(value.late.items()) if late.update is not None]
 
 

@@ -70,8 +70,8 @@ from stratagem.coordinator.strategies.placement import is_site_of, sites_of
 def new_helper(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> MembersFormed | None:
-    """Return the membership with the new helper, the worker that builds the model and evaluates, or
-    with the workers of all clients if clients evaluate; None if nothing changes."""
+    """Return the fact that changes the helper, the worker that builds the model and evaluates, or
+    the workers of all clients if clients evaluate; None if nothing changes."""
     alive = {worker.member.worker_id: worker.member for worker in workers}
     helper = tuple(m for m in value.helper if alive.get(m.worker_id) == m)
     if evaluates_at_clients(job) and value.roster:
@@ -100,7 +100,7 @@ def new_helper(
 def form_roster(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> RosterFormed | None:
-    """Return the fact that binds every client to a worker; None if workers are missing."""
+    """Return the fact that binds every client to a worker; None if there are too few workers."""
     strategy = spec_of(job)
     by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
     if job.data.worker_local is not None:
@@ -125,7 +125,7 @@ def form_roster(
 
 
 def is_evaluated_first(job: JobSpec, value: Federation) -> bool:
-    """Return True if the next round must wait for an evaluation that is missing."""
+    """Return True if the next round must wait for an evaluation that is still missing."""
     return follows_evaluations(job) and bool(value.evaluations)
 
 
@@ -141,7 +141,7 @@ def stopped_early(job: JobSpec, value: Federation) -> StoppedEarly | None:
 
 
 def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
-    """Return the fact that benches a client rejected in too many rounds in a row; else None."""
+    """Return the fact that benches a client which failed in too many rounds in a row, or None."""
     strikes = spec_of(job).options.strikes
     if strikes is None:
         return None
@@ -158,7 +158,7 @@ def bench(job: JobSpec, value: Federation) -> ClientBenched | None:
 
 
 def excused_by_bench(value: Federation) -> tuple[Excused, ...]:
-    """Return the clients on the bench in the next round, grouped by the end of their stay."""
+    """Return the clients that the next round may not ask, as they are benched, by reason."""
     sitting: dict[int, list[int]] = {}
     for client, until in sorted(value.attendance.benched.items()):
         if until > value.round_num and client not in value.attendance.left:
@@ -170,8 +170,8 @@ def excused_by_bench(value: Federation) -> tuple[Excused, ...]:
 
 
 def next_round(job: JobSpec, value: Federation, now_s: float) -> ClientsSelected | StoppedEarly:
-    """Return the opening of the next round of a fixed roster, without clients that are benched or
-    whose privacy budget is spent; the end of the run if no client is left."""
+    """Return the fact that opens the next round of a fixed roster, without clients that are benched
+    or whose privacy budget is spent; or the fact that ends the run if no client is left."""
     attendance, number = value.attendance, value.round_num
     able = [binding for binding in value.roster if attendance.is_able(binding.client, number)]
     excused = excused_by_bench(value) if attendance.benched else ()
@@ -188,8 +188,8 @@ def next_round(job: JobSpec, value: Federation, now_s: float) -> ClientsSelected
 def private_round(
     job: JobSpec, value: Federation, ledger: PrivacyLedger, now_s: float
 ) -> ClientsSelected | StoppedEarly | RunFailed | None:
-    """Return the opening of the next round of a private run with the clients sampled for it, or the
-    end of the run if the round would cost too much; None until the round is accounted."""
+    """Return the fact that opens the next round of a private run with the clients sampled for it,
+    or that ends the run if the round would cost too much; None until its cost is accounted."""
     if ledger.round is None:
         return None
     assert value.committed is not None
@@ -211,7 +211,7 @@ def candidates_of(job: JobSpec, value: Federation) -> tuple[int, ...]:
 
 def next_trainers(job: JobSpec, value: Federation) -> frozenset[WorkerId]:
     """Return the workers that are expected to train clients in the round after the open one; none
-    if clients are sampled in secret. It is a guess: workers may come and go until then."""
+    if clients are sampled in secret. The result is a guess: workers may come and go until then."""
     strategy, number = spec_of(job), value.round_num + 1
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
         return frozenset()
@@ -229,7 +229,7 @@ def open_round(
     excused: tuple[Excused, ...],
     now_s: float,
 ) -> ClientsSelected | None:
-    """Return the opening of the round with clients selected from these; None if no client is."""
+    """Return the fact that opens the round with clients selected from these; None without any."""
     strategy = spec_of(job)
     deadline, num_extra = strategy.options.round_deadline_s, strategy.options.over_select
     selection, number = strategy.client_selection, value.round_num
@@ -251,8 +251,8 @@ def open_round(
 
 
 def assign(job: JobSpec, value: Federation, workers: list[WorkerRecord]) -> ClientsAssigned | None:
-    """Return the assignment of workers to clients of the open round whose worker is missing or
-    gone: the client's own worker, else the one with the fewest clients; None if nothing changes."""
+    """Return the fact that assigns a worker to clients of the open round that lack one: the
+    client's own worker, else the one with the fewest clients; None if nothing changes."""
     alive = {worker.member.worker_id: worker for worker in workers}
     if not lacking(value, lambda member: _is_alive(alive, member)):
         return None
@@ -299,8 +299,8 @@ def worker_for(
     load: Counter[WorkerId],
     tried: frozenset[Member],
 ) -> WorkerRecord | None:
-    """Return the worker to train a client: its own, else the one with the fewest clients, but none
-    of `tried`; None if no worker is suitable."""
+    """Return the worker to train a client: the client's own worker, else the one with the fewest
+    clients, but none of `tried`; None if no worker is suitable."""
     home = alive.get(binding.worker_id)
     if home is not None and home.member not in tried:
         return home
@@ -383,7 +383,7 @@ _OF_THE_PLACE: Final = frozenset(
         *("ImportError", "ModuleNotFoundError"),
     }
 )
-"""The types of errors about something that this worker may lack and another may have."""
+"""The types of errors about something, such as a file, that another worker may have."""
 _UNWILLING: Final = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
 
 
@@ -406,8 +406,8 @@ def _is_of_the_place(error: ErrorRecord) -> bool:
 def build_failed(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> BuildFailed | RunFailed | None:
-    """Return the exclusion of a worker on which the build ends process after process, or the
-    failure of the run if no worker is left to build; else None."""
+    """Return the fact that excludes a worker from building the model because process after process
+    has died there, or that fails the run if no worker is left to build; else None."""
     deaths = value.losses.hopeless(BUILD)
     if deaths is not None and deaths.latest and may_move(job):
         reason = why("it", deaths)
@@ -422,13 +422,13 @@ def build_failed(
 
 
 def only_one_to_build(job: JobSpec, value: Federation, world: World, member: Member) -> bool:
-    """Return True if no other worker may build the model, so that a closed site is waited for."""
+    """Return True if no other worker can build the model, so that a closed site is waited for."""
     workers = [w for w in world.usable() if is_site_of(job, w)]
     return all(worker.member == member for worker in fit(value, workers))
 
 
 def with_build(job: JobSpec, value: Federation, fact: ModelBuilt | BuildFailed) -> Federation:
-    """Return the run with the outcome of a build: the first state, or a worker that failed."""
+    """Return the run value after a build: with the first state, or with a worker that failed."""
     if isinstance(fact, ModelBuilt):
         metrics, initial = resumed_metrics(job), job.initial
         average = Digest((initial and initial.average) or "")

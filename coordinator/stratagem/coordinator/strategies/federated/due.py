@@ -92,7 +92,7 @@ def pending(
 def _training(
     run_id: RunId, job: JobSpec, value: Federation
 ) -> Iterator[TrainClient | PostKeys | RouteShares]:
-    """Yield the exchange of keys or shares that a secure round waits for, else the training of the
+    """Yield the exchange of keys or shares that a secure round waits for, or else the training of
     clients that are due."""
     if spec_of(job).options.secure_aggregation is not None and not isinstance(value.round, Waiting):
         workers = {client: value.roster[client].worker_id for client in value.unanswered()}
@@ -123,8 +123,8 @@ def _accounting(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[Acco
 def _evaluating(
     run_id: RunId, job: JobSpec, value: Federation, owed: OwedEvaluation
 ) -> Iterator[EvaluateState]:
-    """Yield the evaluations of a state: by the helper, or by each client of the round on its own
-    rows."""
+    """Yield the effects that evaluate a state: by the helper, or by every client of the round on
+    its own rows."""
     if job.evaluation is None or not value.helper:
         return
     base = owed.base
@@ -236,8 +236,8 @@ def _phase(job: JobSpec, value: Federation, world: World) -> tuple[RunPhase, str
 def _of_round(
     job: JobSpec, value: Federation, clients: Open, world: World
 ) -> tuple[RunPhase, str, str]:
-    """Return the phase, the strategy's phase, and a sentence on an open round that says who has
-    answered, and who is missing."""
+    """Return the status of an open round: the run's phase, the strategy's phase, and a sentence
+    that says who has answered and who is missing."""
     answered, num_gone = len(clients.updates) + len(clients.rejected), len(value.left_unanswered())
     count = f"round {value.round_num}: {answered} of {len(clients.selected)} clients have answered"
     if num_gone:
@@ -265,7 +265,7 @@ def _of_round(
 
 
 def usable(job: JobSpec, value: Federation, world: World) -> list[WorkerRecord]:
-    """Return the workers on which clients can be trained."""
+    """Return the workers that can train clients of this run."""
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is None:
         return workers
@@ -273,8 +273,8 @@ def usable(job: JobSpec, value: Federation, world: World) -> list[WorkerRecord]:
 
 
 def _why_not_evaluated(value: Federation) -> str:
-    """Return a sentence about absent clients that an evaluation on their rows waits for; "" if
-    there are none."""
+    """Return a sentence that names absent clients for whose rows an evaluation waits; "" if there
+    are none."""
     here = {member.worker_id for member in value.helper}
     for owed in value.evaluations.values():
         away = [c for c in owed.left if value.roster[c].worker_id not in here]

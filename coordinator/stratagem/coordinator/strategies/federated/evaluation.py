@@ -42,7 +42,7 @@ MAX_TRIES: Final = 3
 def with_answer(
     job: JobSpec, value: Federation, fact: ClientEvaluated | MetricsMerged | Evaluated
 ) -> Federation:
-    """Return the run with a client's answer, the outcome of merging, or an evaluation's end."""
+    """Return the run value with a client's answer, merged metrics, or an evaluation's end added."""
     owed = value.evaluations.get(fact.segment)
     match fact:
         case Evaluated():
@@ -62,8 +62,8 @@ def with_answer(
 
 
 def evaluated(job: JobSpec, value: Federation) -> Evaluated | RunFailed | None:
-    """Return the metrics of a round once all its clients have answered, from those that could
-    evaluate, or the failure of the run; None if no evaluation is complete."""
+    """Return the fact with the metrics of a round once all its clients have answered, computed from
+    those that could evaluate, or the failure of the run; None if no evaluation is complete."""
     if job.evaluation is None:
         return None
     for segment, owed in value.evaluations.items():
@@ -87,8 +87,8 @@ def evaluated(job: JobSpec, value: Federation) -> Evaluated | RunFailed | None:
 
 
 def evaluated_without(job: JobSpec, value: Federation) -> Evaluated | None:
-    """Return the oldest of too many evaluations that wait only for clients that are gone, with the
-    metrics of the other clients; None if there are not too many.
+    """Return the fact that completes the oldest of too many evaluations, if it waits only for
+    clients that are gone, with the metrics of the other clients; else None.
 
     Each waiting evaluation keeps its state in the store. A client is gone if it is absent and had
     no part in the newest `retention` rounds; up to `retention` evaluations go on waiting for such
@@ -102,7 +102,7 @@ def evaluated_without(job: JobSpec, value: Federation) -> Evaluated | None:
 
 
 def _given_up(job: JobSpec, value: Federation) -> OwedEvaluation | None:
-    """Return the evaluation to complete without the clients it waits for; None if there is none."""
+    """Return the evaluation to complete without its absent clients; None if there is none."""
     if value.committed is None or len(value.evaluations) <= job.retention:
         return None
     here = {member.worker_id for member in value.helper}
@@ -128,7 +128,7 @@ class Merging(NamedTuple):
 
 
 def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
-    """Yield (segment, merging) of evaluations that wait only for the merging of metrics."""
+    """Yield (segment, merging) for every evaluation that lacks only the merged metrics."""
     given_up = _given_up(job, value)
     for segment, owed in value.evaluations.items():
         if owed is given_up or not owed.left:
@@ -138,8 +138,8 @@ def to_merge(job: JobSpec, value: Federation) -> Iterator[tuple[int, Merging]]:
 
 
 def merging(value: Federation, owed: OwedEvaluation) -> Merging | None:
-    """Return the merging that an evaluation needs once all its clients have answered; None if there
-    is nothing to merge, or if the merging is done or has failed too often."""
+    """Return the metric states to merge once all clients have answered an evaluation, and the
+    worker to ask; None if there are none, or if merging is done or has failed too often."""
     states, metrics = _states(owed), _mergeable(owed.answers)
     if not metrics:
         return None
@@ -161,12 +161,12 @@ def merging(value: Federation, owed: OwedEvaluation) -> Merging | None:
 
 
 def _states(owed: OwedEvaluation) -> tuple[tuple[int, Digest], ...]:
-    """Return (client, states of its metrics), in order of client."""
+    """Return, for each client that sent states of its metrics, (client, digest of the states)."""
     return tuple((c, fact.states) for c, fact in sorted(owed.answers.items()) if fact.states)
 
 
 def _tries(owed: OwedEvaluation) -> list[MetricsMerged]:
-    """Return the outcomes of merging exactly the states that are here now."""
+    """Return the outcomes of all attempts to merge exactly the metric states that are here now."""
     clients = tuple(client for client, _ in _states(owed))
     return [fact for fact in owed.merges if fact.clients == clients]
 
@@ -182,8 +182,8 @@ def _mergeable(answers: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
 
 
 def _metrics(spec: EvaluationSpec, owed: OwedEvaluation) -> dict[str, float]:
-    """Return the means over all clients, whose sums are added in order of client, and the spread
-    over clients."""
+    """Return the metrics of an evaluation: the means over all clients, whose sums are added in
+    order of client, and the spread over clients."""
     answers = [fact for _, fact in sorted(owed.answers.items()) if not fact.reason]
     sums = [fact.sums for fact in answers]
     over_each = over_clients(sums, [fact.own for fact in answers], spec.metrics)
@@ -192,7 +192,7 @@ def _metrics(spec: EvaluationSpec, owed: OwedEvaluation) -> dict[str, float]:
 
 
 def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
-    """Return the failed answer of a client whose evaluation ends every process; else None."""
+    """Return a failed answer for a client whose evaluation kills process after process, or None."""
     for segment, owed in value.evaluations.items():
         for client in owed.left:
             task = task_of_evaluator(value.roster[client].worker_id)
@@ -343,7 +343,7 @@ def over_clients(
 
 
 def _at(values: Sequence[float], share: float) -> float:
-    """Return the value at a fraction (`share`) of a sorted sequence, linear between two values."""
+    """Return the value at a fraction (`share`) of a sorted sequence, interpolated linearly."""
     place = share * (len(values) - 1)
     low = math.floor(place)
     before, after = values[low], values[math.ceil(place)]

@@ -91,7 +91,7 @@ class PrivacyLedger:
     def due(
         self, run_id: RunId, party: Party, round_num: int, candidates: tuple[int, ...]
     ) -> AccountRound:
-        """Return the effect that accounts for the next round."""
+        """Return the effect that computes the privacy cost of the next round."""
         of_round = run_id, party, round_num, candidates
         noise = self.noise_multiplier, self.fingerprint
         return AccountRound(*of_round, self.num_spent, self.clip_norm, *noise)
@@ -107,7 +107,7 @@ def privacy_ledger(job: JobSpec) -> PrivacyLedger | None:
 def beyond_budget(
     job: JobSpec, ledger: PrivacyLedger, segment: int
 ) -> StoppedEarly | RunFailed | None:
-    """Return the end of a run whose accounted round would exceed its target; None if it would not.
+    """Return the fact that ends a run whose next round would exceed its target, or None.
 
     segment: the newest committed round.
     """
@@ -157,7 +157,7 @@ class RowLedger:
                 return self
 
     def due(self, client: int) -> RowsAsked:
-        """Return the client's earlier rounds, from which its worker accounts the open round."""
+        """Return the client's earlier rounds, by which its worker accounts for the open round."""
         spent, num_rounds = self.spent.get(client), self.num_asked.get(client, 1) - 1
         return RowsAsked(num_rounds, "" if spent is None else spent.fingerprint)
 
@@ -196,8 +196,8 @@ def _has_budget(job: JobSpec, ledger: RowLedger, client: int) -> bool:
 
 
 def budget_spent(job: JobSpec, ledger: RowLedger, segment: int) -> StoppedEarly:
-    """Return the end of a run of which no client can take part in one more round; segment: the
-    newest committed round."""
+    """Return the fact that ends a run because no client has budget left for one more round;
+    segment: the newest committed round."""
     assert job.privacy is not None
     target = job.privacy.target.epsilon or 0.0
     text = f"up to {ledger.most_spent:.3g} of {target:g} spent by a client"
@@ -227,7 +227,7 @@ class ClientStates:
 
     @property
     def blobs(self) -> frozenset[Digest]:
-        """Return the states that the store must keep."""
+        """Return the digests of the client states that the store must keep."""
         return frozenset(state.digest for state in self.newest.values() if self.are_blobs)
 
     @property
@@ -236,7 +236,7 @@ class ClientStates:
         return self.are_summed and self.is_incomplete
 
     def fold(self, fact: Fact) -> "ClientStates":
-        """Return the states after the update of a client, the loss of its state, or a commit."""
+        """Return the record with a client's update, the loss of its state, or a commit applied."""
         match fact:
             case UpdateReceived():
                 state = KeptState(fact.round_num, fact.client_state)
@@ -249,7 +249,7 @@ class ClientStates:
                 return self
 
     def returned(self) -> "ClientStates":
-        """Return the states after a return to an earlier commit: all clients begin anew."""
+        """Return the record after the run returned to an earlier commit: all clients begin anew."""
         return replace(self, newest={}, is_incomplete=True)
 
 
@@ -287,13 +287,13 @@ class SecureSetup:
     shares: Digest = NO_DIGEST
 
     def fold(self, fact: KeysPosted | SharesRouted) -> "SecureSetup":
-        """Return the setup with posted keys or routed shares folded in."""
+        """Return the record of the attempt with newly posted keys or exchanged shares folded in."""
         if isinstance(fact, KeysPosted):
             return SecureSetup(self.attempt, fact.clients, fact.ring_seed, fact.directory)
         return replace(self, routed=fact.clients, shares=fact.shares)
 
     def party(self, workers: Mapping[int, WorkerId]) -> SecureParty:
-        """Return the attempt in the form for effects; workers: the worker of each client."""
+        """Return this attempt as effects need it, with the given worker of each client."""
         exchanged = self.members, self.ring_seed, self.directory, self.shares, self.routed
         return SecureParty(self.attempt, tuple(sorted(workers.items())), *exchanged)
 
@@ -314,8 +314,8 @@ class SecureSetup:
         *,
         may_leave_out: bool,
     ) -> PostKeys | RouteShares | None:
-        """Return the effect for the exchange that is due; None once clients can train. workers: the
-        workers of clients that are still in the round."""
+        """Return the effect that exchanges keys or shares next; None once clients can train.
+        workers: the workers of clients that are still in the round."""
         of_round = run_id, party, round_num
         if not self.members:
             return PostKeys(*of_round, self.party(workers), may_leave_out)
@@ -351,7 +351,7 @@ class SecureSetup:
 
 
 def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
-    """Return the rejections of the clients that are left out, keyed by client."""
+    """Return, keyed by client, the rejections of the clients that the exchange has left out."""
     return {
         left_out.client: UpdateRejected(
             party=fact.party,
@@ -366,16 +366,16 @@ def rejections(fact: KeysPosted | SharesRouted) -> dict[int, UpdateRejected]:
 
 
 def cures(cause: Cause) -> bool:
-    """Return True if new keys may remedy a cause."""
+    """Return True if a new attempt with new keys may remedy a cause of rejection."""
     return cause in _CURED
 
 
 def cured(rejected: Mapping[int, UpdateRejected]) -> dict[int, UpdateRejected]:
-    """Return the rejections without those that new keys may remedy."""
+    """Return the rejections whose causes a new attempt with new keys cannot remedy."""
     return {client: fact for client, fact in rejected.items() if not cures(fact.cause)}
 
 
 def may_be_cured(rejected: Mapping[int, UpdateRejected]) -> bool:
-    """Return True if new keys may bring back a client: another run of the job might have had the
-    client."""
+    """Return True if a new attempt with new keys may bring back one of these rejected clients, so
+    that another run of the job might not have rejected it."""
     return any(cures(fact.cause) for fact in rejected.values())

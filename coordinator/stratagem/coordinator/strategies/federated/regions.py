@@ -77,7 +77,7 @@ def region_job(job: JobSpec) -> JobSpec:
 
 
 def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
-    """Return the next fact of the round; while the round is open, the next fact of the regions."""
+    """Return the run's next fact; while a round is open, the next fact of one of the regions."""
     fact = federated.decide_round(
         job, value.rounds, world, now_s, lambda _: _of_regions(job, value, world, now_s)
     )
@@ -101,8 +101,8 @@ def _of_regions(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> 
 
 
 def _opened(job: JobSpec, value: PartiesRun, region: int) -> Child:
-    """Return the party of a selected region, about to train from the global state. Its rounds are
-    numbered over the whole run, so that no client trains a round twice."""
+    """Return the party of a region whose round opens, ready to train from the global state. Its
+    rounds are numbered over the whole run, so that no client trains a round twice."""
     rounds, num_inside, own_job = value.rounds, inside(job).rounds, region_job(job)
     assert rounds.committed is not None
     before = (rounds.round_num - 1) * num_inside
@@ -116,8 +116,8 @@ def _opened(job: JobSpec, value: PartiesRun, region: int) -> Child:
 def pending(
     run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that the round needs, with the effects of regions in place of their
-    training."""
+    """Return the effects that are due for the round; regions train by effects of their own
+    parties."""
     effects = set[Effect]()
     for effect in due.pending(run_id, job, value.rounds, horizon):
         if isinstance(effect, AggregateRound):
@@ -130,7 +130,7 @@ def pending(
 
 
 def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Effect:
-    """Return an effect of a region; a client's training is given its number over all regions."""
+    """Return a region's effect; a TrainClient is given the client's number over all regions."""
     if not isinstance(effect, TrainClient):
         return effect
     members = members_of_regions(job)
@@ -139,7 +139,7 @@ def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Eff
 
 
 def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
-    """Return the effects that sum the regions whose last inner round is closed."""
+    """Return the effects that sum the updates of the regions whose last inner round is closed."""
     rounds, effects = value.rounds, set[SumRegion]()
     training = KIND.in_training(value)
     for region in unanswered(value):
@@ -168,8 +168,8 @@ def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
 
 
 def _largest(job: JobSpec, value: PartiesRun) -> int:
-    """Return the index of the accepted region that has the client with the most rows; of equal
-    clients, the first in the numbering over all regions."""
+    """Return the index of the accepted update whose region has the client with most rows; of equal
+    clients, the one with the lowest number over all regions counts."""
     members = members_of_regions(job)
     places = [
         (-update.num_samples, members[region.client][update.client], place)
@@ -207,7 +207,7 @@ def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
 
 
 def rounds_inside(job: JobSpec, value: object, round_num: int) -> list[tuple[Party, int]]:
-    """Return the inner rounds of a round, as (party, round); none in runs without regions."""
+    """Return the inner rounds of one round of the run, as (party, round); none without regions."""
     if not isinstance(value, PartiesRun) or not isinstance(spec_of(job).options.inner, Federated):
         return []
     last = round_num * inside(job).rounds
@@ -225,7 +225,7 @@ STRATEGY = KIND.strategy(check, decide, pending, status)
 
 
 def inside(job: JobSpec) -> Federated:
-    """Return the strategy of each region."""
+    """Return the federated strategy (its options in the job) by which each region trains."""
     inner = spec_of(job).options.inner
     assert isinstance(inner, Federated), "the job was checked"
     return inner
@@ -237,8 +237,8 @@ def members_of_regions(job: JobSpec) -> tuple[tuple[int, ...], ...]:
 
 
 def named(job: JobSpec, fact: RosterFormed) -> RosterFormed:
-    """Return the roster of the regions, each bound to its name instead of a worker: it has several
-    workers."""
+    """Return the roster with each region bound to its name, in place of a worker: a region has
+    several workers."""
     names = region_names(spec_of(job))
     clients = tuple(
         ClientBinding(client=region, worker_id=WorkerId(name), tags=())
@@ -250,8 +250,8 @@ def named(job: JobSpec, fact: RosterFormed) -> RosterFormed:
 def roster_of_region(
     job: JobSpec, party: Party, region: int, workers: Sequence[WorkerRecord]
 ) -> RosterFormed | None:
-    """Return the roster of a region: sites are bound to themselves, present or not, and other
-    clients to workers, in turn over all regions. None while there is no worker."""
+    """Return the roster of a region: clients that are sites are bound to them, present or not, the
+    others to workers in turn over all regions. None while there is no worker."""
     members, sites = members_of_regions(job)[region], sorted(sites_of(spec_of(job)) or ())
     names = sites or sorted(worker.member.worker_id for worker in workers)
     if not names:

@@ -81,7 +81,7 @@ def cause_of(error: ErrorRecord) -> Cause:
 
 
 def reason_of(error: ErrorRecord) -> str:
-    """Return type and message of an error in one line; only the message if nothing was raised."""
+    """Return an error's type and message in one line; the message alone if nothing was raised."""
     text = f"{error.type}: {error.message}" if error.traceback else error.message
     line = " ".join(text.split())
     return line if len(line) <= MAX_REASON_CHARS else f"{line[: MAX_REASON_CHARS - 1]}…"
@@ -90,7 +90,7 @@ def reason_of(error: ErrorRecord) -> str:
 def rejection(
     value: Federation, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
 ) -> UpdateRejected:
-    """Return the fact that rejects the update of a client of the open round."""
+    """Return the fact that rejects the update of this client of the open round."""
     return UpdateRejected(
         party=value.party,
         round_num=value.round_num,
@@ -102,7 +102,7 @@ def rejection(
 
 
 def forbidden(job: JobSpec, value: Federation) -> RunFailed | None:
-    """Return the failure of a run in which no client may fail, once one has; else None."""
+    """Return the run's failure after a client has failed, if the job allows none to; else None."""
     rejected = value.clients.rejected
     if spec_of(job).options.on_client_error != FAIL or not rejected:
         return None
@@ -128,7 +128,7 @@ def commonest_first(job: JobSpec, value: Federation) -> str:
 
 
 def commonest_error(value: Federation) -> ErrorRecord | None:
-    """Return the error of the most frequent reason that has an error; None if no reason has one."""
+    """Return the exception of the most frequent rejection that has one; None if none has."""
     for _, who in _by_number(value):
         for client in who:
             if (error := value.clients.rejected[client].error) is not None:
@@ -156,7 +156,7 @@ Group = tuple[tuple[Cause, str], list[int]]
 
 
 def _groups(value: Federation) -> list[Group]:
-    """Return the rejected clients grouped by cause and reason, in order of first clients."""
+    """Return the rejected clients, grouped by cause and reason, in order of first clients."""
     groups: dict[tuple[Cause, str], list[int]] = defaultdict(list)
     for client, fact in sorted(value.clients.rejected.items()):
         groups[fact.cause, fact.reason].append(client)
@@ -168,7 +168,7 @@ def _by_number(value: Federation) -> list[Group]:
 
 
 def in_closed_rounds(value: Federation) -> tuple[RejectedClient, ...]:
-    """Return the clients that closed rounds have rejected, sorted by client."""
+    """Return the clients whose updates were rejected in closed rounds, sorted by client."""
     return tuple(
         RejectedClient(client, value.roster[client].worker_id, count, reason)
         for client, (count, reason) in sorted(value.rejections.items())
@@ -176,8 +176,8 @@ def in_closed_rounds(value: Federation) -> tuple[RejectedClient, ...]:
 
 
 def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
-    """Return the rejections with one entry per client: the sum of its rounds, and its newest
-    reason."""
+    """Merge rejections of the same client: return one entry per client, with the sum of its rounds
+    and its newest reason."""
     merged: dict[int, RejectedClient] = {}
     for refused in rejected:
         before = merged[refused.client].num_rounds if refused.client in merged else 0
@@ -199,7 +199,7 @@ def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
 
 
 def few(texts: list[str], more: str = "more") -> list[str]:
-    """Return the first texts and, if there are more, a text with their number."""
+    """Return the first few texts and, if there are more, a text with the number of the others."""
     num_more = len(texts) - MAX_NAMED
     return [*texts[:MAX_NAMED], f"{num_more} {more}"] if num_more > 0 else texts
 
@@ -216,7 +216,7 @@ EVALUATION: Final = "the evaluation"
 
 
 def too_deadly(value: Federation) -> RunFailed | None:
-    """Return the run's failure if its build or evaluation ends every process; else None."""
+    """Return the run's failure if its build or evaluation kills process after process, or None."""
     deadly = {
         task: d for task in (BUILD, EVALUATION) if (d := value.losses.hopeless(task)) is not None
     }
@@ -227,7 +227,7 @@ def too_deadly(value: Federation) -> RunFailed | None:
 
 
 def crashed(value: Federation) -> UpdateRejected | None:
-    """Return the rejection of the first client whose training ends every process; else None."""
+    """Return the rejection of a client whose training kills process after process; else None."""
     for client in value.unanswered():
         if (deaths := value.losses.hopeless(task_of(client))) is not None:
             return rejection(value, client, Cause.CRASHED, why("it", deaths))
@@ -235,7 +235,7 @@ def crashed(value: Federation) -> UpdateRejected | None:
 
 
 def with_death(value: Federation, died: ProcessDied, now_s: float) -> Federation:
-    """Return the run with a process death counted against its task, or all tasks if unknown."""
+    """Return the run value with a death counted against the worker's task, or all if unknown."""
     member, losses, assigned = died.member, value.losses, value.clients.assigned
     tasks = set(losses.taken.get(member, ()))
     if member in value.helper and (value.committed is None or value.evaluations):
@@ -250,7 +250,7 @@ def with_death(value: Federation, died: ProcessDied, now_s: float) -> Federation
 
 
 def task_of_helper(value: Federation, member: Member) -> str:
-    """Return the task of a worker that builds or evaluates, as the key of its deaths."""
+    """Return the key of a worker's deaths in the task that it has as helper: build or evaluate."""
     if value.committed is None:
         return BUILD
     are_clients = any(owed.clients is not None for owed in value.evaluations.values())
@@ -258,20 +258,20 @@ def task_of_helper(value: Federation, member: Member) -> str:
 
 
 def task_of_evaluator(worker_id: WorkerId) -> str:
-    """Return the task of a client that evaluates on its own rows, as the key of its deaths."""
+    """Return the key of a client's deaths in its task to evaluate a state on its own rows."""
     return f"{EVALUATION} on {worker_id}"
 
 
 def _task_at(value: Federation, at: Party, member: Member) -> str:
-    """Return the task of the party whose plan the process executed; the party's path ends in
-    "client<n>", "evaluate" or "build"."""
+    """Return the task on which a process died, from the path of the party whose plan it executed;
+    the path ends in "client<n>", "evaluate" or "build"."""
     name = at.rpartition("/")[2]
     client = name.removeprefix("client")
     return task_of(int(client)) if client.isdecimal() else task_of_helper(value, member)
 
 
 def with_helper(value: Federation, fact: MembersFormed) -> Federation:
-    """Return the run with another helper, noting the task that was taken from the previous one."""
+    """Return the run value with another helper, noting the task taken from the previous one."""
     losses = value.losses
     for member in value.helper:
         if member not in fact.members and (value.committed is None or value.evaluations):

@@ -70,8 +70,8 @@ def by_name(workers: Iterable[WorkerRecord]) -> Here:
 def before_build(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return True if enough clients are here to build the model; if not, also the fact that
-    follows."""
+    """Return True if enough clients are here to build the model, else False; and the fact that
+    makes the run wait for more, if any."""
     roster = roster_of(job)
     assert roster is not None
     num_here = _num_fitting(job, workers)
@@ -84,7 +84,7 @@ def next_round(
     job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
     """Return the next fact before a round opens: a client leaves, clients join, the round opens, or
-    it waits for enough clients."""
+    the run waits for enough clients."""
     here = by_name(workers)
     if fact := _gone(value, world) or joined(job, value, here, now_s):
         return fact
@@ -113,8 +113,8 @@ def lack(job: JobSpec, value: Federation, world: World, workers: list[WorkerReco
 
 
 def closed_sites(value: Federation) -> list[str]:
-    """Return the messages of some closed sites, but not of rejected clients, which the round
-    reports."""
+    """Return the messages of some sites that take no part now, but not of rejected clients, whose
+    reasons are in the round's report."""
     reasons = {
         departure.reason: client
         for client, departure in sorted(value.attendance.left.items())
@@ -126,8 +126,8 @@ def closed_sites(value: Federation) -> list[str]:
 def wait(
     job: JobSpec, value: Federation, reason: str, now_s: float, num_needed: int | None = None
 ) -> RoundWaits | ClientLeft | RunFailed | None:
-    """Return the fact that lets the run wait for clients or, at the end of the roster's patience,
-    fail; None while it waits."""
+    """Return the fact with which a run that has too few clients begins to wait or, once the
+    roster's patience has ended, fails; None while it waits."""
     roster, until_s = roster_of(job), value.attendance.waits_until_s
     assert roster is not None
     if until_s is None:
@@ -147,8 +147,8 @@ def wait(
 
 
 def departed(job: JobSpec, value: Federation, world: World, now_s: float) -> Fact | None:
-    """Return the departure of an awaited client, or the end of an evaluation's wait for a client
-    that has left; None if there is neither."""
+    """Return the fact that a client which was waited for has left, or that an evaluation no longer
+    waits for a client that has left; None if there is neither."""
     roster = roster_of(job)
     if roster is None:
         return None
@@ -176,8 +176,8 @@ def departed(job: JobSpec, value: Federation, world: World, now_s: float) -> Fac
 
 
 def joined(job: JobSpec, value: Federation, here: Here, now_s: float) -> ClientsJoined | None:
-    """Return the joining of clients that are back, sorted by number, and of new ones, sorted by
-    name; None if there are none."""
+    """Return the fact that clients join: those that are back, sorted by number, and new ones,
+    sorted by name; None if there are none."""
     names_before = {binding.worker_id for binding in value.roster}
     departures = value.attendance.left
     names = {client: value.roster[client].worker_id for client in sorted(departures)}
@@ -196,8 +196,8 @@ def joined(job: JobSpec, value: Federation, here: Here, now_s: float) -> Clients
 
 
 def goes_on(job: JobSpec, value: Federation) -> bool:
-    """Return True if a round with too few updates goes on with other clients, because some have
-    left it or the job says that it waits."""
+    """Return True if a round with too few updates continues with other clients: some have left it,
+    or the job says that it waits."""
     if roster_of(job) is None:
         return False
     return bool(value.left_unanswered()) or spec_of(job).options.on_missing_quorum == "wait"
@@ -206,8 +206,8 @@ def goes_on(job: JobSpec, value: Federation) -> bool:
 def more(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> ClientsJoined | ClientsSelected | None:
-    """Return further clients for a round with too few updates: those that join, then those that
-    were not asked yet; None if there are none."""
+    """Return the fact that brings further clients into a round with too few updates: some that
+    join, else some that were not asked yet; None if there are none."""
     here = by_name(workers)
     if new := joined(job, value, here, now_s):
         return new
@@ -221,7 +221,7 @@ def more(
 
 
 def able_clients(value: Federation, here: Here) -> list[ClientBinding]:
-    """Return the clients that can take part in the next round to open."""
+    """Return the clients of the roster that can take part in the next round."""
     attendance, number = value.attendance, value.round_num
     return [
         binding
@@ -231,7 +231,7 @@ def able_clients(value: Federation, here: Here) -> list[ClientBinding]:
 
 
 def excused(value: Federation, world: World, here: Here) -> tuple[Excused, ...]:
-    """Return the clients that cannot be asked, grouped by reason; not those that have left."""
+    """Return the clients that cannot be asked, by reason, without those that have left."""
     away: dict[str, list[int]] = {}
     benched = excused_by_bench(value)
     sitting = {client for excuse in benched for client in excuse.clients}
@@ -246,8 +246,8 @@ def excused(value: Federation, world: World, here: Here) -> tuple[Excused, ...]:
 
 
 def deadline(value: Federation) -> float | None:
-    """Return the leader-clock time at which an awaited client counts as gone, or the run fails for
-    lack of clients; None: never."""
+    """Return the leader-clock time at which the wait ends: a client that is waited for counts as
+    gone, or the run fails for lack of clients; None if nothing is waited for."""
     attendance = value.attendance
     is_training = next(value.unanswered(), None) is not None
     times = []
@@ -265,7 +265,7 @@ def deadline(value: Federation) -> float | None:
 
 
 def with_joined(job: JobSpec, value: Federation, fact: ClientsJoined, now_s: float) -> Federation:
-    """Return the run with clients added to the roster, or back in it."""
+    """Return the run value with clients added to the roster, or back in it."""
     roster, numbers = list(value.roster), [binding.client for binding in fact.clients]
     for binding in fact.clients:
         if binding.client < len(roster):
@@ -285,7 +285,7 @@ def with_left(
     now_s: float,
     asked_again_s: float | None = None,
 ) -> Federation:
-    """Return the run after a client left; asked_again_s: the time to ask again a client that
+    """Return the run value after a client left; asked_again_s: the time to ask a client again that
     refused."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
     departures = {**value.attendance.left, client: departure}
@@ -300,8 +300,8 @@ def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
 
 
 def asking_again(value: Federation, now_s: float) -> Federation:
-    """Return the run with the time at which a waiting round asks the refusing sites again: not
-    before the first site opens, if sites say when."""
+    """Return the run value with the time at which the waiting round asks the refusing sites again:
+    when the first site opens, if sites say when."""
     clients = value.clients
     refused = [fact for fact in clients.rejected.values() if fact.cause.is_refusal]
     again_s = None
@@ -311,7 +311,7 @@ def asking_again(value: Federation, now_s: float) -> Federation:
 
 
 def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Return the run in which the clients of the open round without a worker are awaited."""
+    """Return the run value in which the open round's clients without a worker are waited for."""
     roster = roster_of(job)
     clients = value.clients
     if roster is None or not clients.num_unassigned:
@@ -324,7 +324,7 @@ def awaiting_all(job: JobSpec, value: Federation, now_s: float) -> Federation:
 def after_assignment(
     job: JobSpec, value: Federation, fact: ClientsAssigned, now_s: float
 ) -> Federation:
-    """Return the run in which clients without a worker are awaited, and those with one are not."""
+    """Return the run value in which clients without a worker are waited for, and no others."""
     if roster_of(job) is None:
         return value
     placed = [a.client for a in fact.assignments if a.member is not None]
@@ -333,7 +333,7 @@ def after_assignment(
 
 
 def awaiting_evaluators(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Return the run in which absent clients that have yet to evaluate are awaited."""
+    """Return the run value in which absent clients that have yet to evaluate are waited for."""
     roster = roster_of(job)
     if roster is None:
         return value
@@ -363,7 +363,7 @@ def _evaluators(value: Federation) -> Iterator[int]:
 
 
 def _gone(value: Federation, world: World) -> ClientLeft | None:
-    """Return the departure of a client whose worker is not known any more; otherwise None."""
+    """Return the fact that a client has left with its worker; None if all workers are known."""
     for binding in value.roster:
         record = world.workers.get(binding.worker_id)
         is_gone = record is None or record.has_left

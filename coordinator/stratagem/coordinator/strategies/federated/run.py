@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The departure of a client from an open roster."""
+    """The reason and the time of a client's departure from an open roster."""
 
     reason: str
     asked_again_s: float | None = None
@@ -78,7 +78,7 @@ class Attendance:
 
     @property
     def has_history(self) -> bool:
-        """Return True if earlier rounds influence who takes part in later ones."""
+        """Return True if failures in earlier rounds influence who takes part in later ones."""
         return bool(self.strikes or self.benched)
 
     def resumed(self) -> "Attendance":
@@ -91,19 +91,19 @@ class Attendance:
         return client not in self.left and self.benched.get(client, 0) <= round_num
 
     def awaiting(self, clients: Iterable[int], until_s: float) -> "Attendance":
-        """Return the attendance with more awaited clients; clients awaited already keep their
-        time."""
+        """Return the attendance with these clients waited for until a time; those awaited already
+        keep theirs."""
         new = dict.fromkeys(clients, until_s)
         return replace(self, awaited_until_s={**new, **self.awaited_until_s})
 
     def here(self, clients: Iterable[int]) -> "Attendance":
-        """Return the attendance without these clients among the awaited ones."""
+        """Return the attendance with these clients no longer waited for, as they are here."""
         awaited = without(self.awaited_until_s, clients)
         return self if awaited is self.awaited_until_s else replace(self, awaited_until_s=awaited)
 
     def after_round(self, has_strikes: bool, clients: "Open") -> "Attendance":
-        """Return the attendance after a round: an answer clears a client's strikes, and a failure
-        adds a strike."""
+        """Return the attendance after a round: an update clears a client's count of failures
+        (strikes), and a failure of the client adds one."""
         ended = replace(self, waits_until_s=None)
         if not has_strikes:
             return ended
@@ -114,7 +114,7 @@ class Attendance:
         return replace(ended, strikes=strikes)
 
     def with_bench(self, fact: ClientBenched) -> "Attendance":
-        """Return the attendance with a client on the bench, and its strikes cleared."""
+        """Return the attendance with a client benched, and its count of failures cleared."""
         strikes = without(self.strikes, [fact.client])
         return replace(
             self, strikes=strikes, benched={**self.benched, fact.client: fact.until_round}
@@ -155,7 +155,7 @@ class OwedEvaluation:
 
     base: Base
     clients: tuple[int, ...] | None = None
-    """The clients that evaluate the state on their own rows; None: the helper does."""
+    """The clients that evaluate the state on their own rows; None: the helper evaluates."""
     states: Mapping[int, KeptState] = field(default_factory=dict)
     """The states that clients had kept when the evaluated state was committed, keyed by client."""
     answers: Mapping[int, ClientEvaluated] = field(default_factory=dict)
@@ -164,13 +164,13 @@ class OwedEvaluation:
 
     @property
     def left(self) -> list[int]:
-        """Return the clients whose answers to the evaluation are missing."""
+        """Return the clients whose answers to this evaluation are still missing."""
         return [client for client in self.clients or () if client not in self.answers]
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The tasks that lost workers had, since the last commit."""
+    """The tasks taken from workers, and the process deaths per task, since the last commit."""
 
     taken: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
     """The tasks that were taken from each worker."""
@@ -178,15 +178,15 @@ class Losses:
     """The worker processes that died while they had a task, keyed by task."""
 
     def with_taken(self, member: Member, task: str) -> "Losses":
-        """Return the losses with one more task that was taken from a worker."""
+        """Return the record with one more task that was taken from a worker."""
         return replace(self, taken={**self.taken, member: (*self.taken.get(member, ()), task)})
 
     def without(self, tasks: Collection[str]) -> "Losses":
-        """Return the losses without the deaths at these tasks."""
+        """Return the record without the deaths of processes that were at these tasks."""
         return replace(self, deaths={t: d for t, d in self.deaths.items() if t not in tasks})
 
     def hopeless(self, task: str) -> Deaths | None:
-        """Return the deaths of a task if they are too many for it to be tried again; else None."""
+        """Return the deaths at a task if they are too many for another try; else None."""
         deaths = self.deaths.get(task)
         return deaths if deaths is not None and deaths.are_too_many else None
 
@@ -210,7 +210,7 @@ class Open:
     assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
     """The worker of each client, and the membership of its assignment."""
     holders: frozenset[Member] = frozenset()
-    """The workers that have clients left to train."""
+    """The workers to which clients are assigned that have not answered yet."""
     num_unassigned: int = 0
     """The number of selected clients that wait for a worker."""
     updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
@@ -335,7 +335,7 @@ def has_simulated_states(job: JobSpec) -> bool:
 
 
 def with_clients(value: Federation, clients: Open) -> Federation:
-    """Return the run with the round's clients replaced; a round that is not open yet has none."""
+    """Return the run value with the round's clients replaced; unchanged before a round opens."""
     match value.round:
         case Closed() as closed:
             return replace(value, round=replace(closed, clients=clients))
@@ -346,7 +346,7 @@ def with_clients(value: Federation, clients: Open) -> Federation:
 
 
 def reassigned(value: Federation, clients: Open) -> Federation:
-    """Return the run with the round's clients replaced, noting which workers train them."""
+    """Return the run value with the round's clients replaced, noting which workers still train."""
     changed, assigned = with_clients(value, clients), clients.assigned
     todo = list(changed.unanswered())
     holders = frozenset(assigned[c][0] for c in todo if c in assigned)
@@ -356,7 +356,7 @@ def reassigned(value: Federation, clients: Open) -> Federation:
 
 
 def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
-    """Return the run with workers assigned to some clients, noting their earlier workers."""
+    """Return the run value with workers assigned to clients, noting their earlier workers."""
     clients, losses = value.clients, value.losses
     moved = {a.client for a in fact.assignments}
     new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
@@ -367,8 +367,8 @@ def with_assignments(value: Federation, fact: ClientsAssigned) -> Federation:
 
 
 def lacking(value: Federation, is_here: Callable[[Member], bool]) -> list[int]:
-    """Return the clients of the open round that no worker trains now; fast if there are none,
-    because this is called after every fact."""
+    """Return the clients of the open round that have no worker, or whose worker is gone; fast if
+    there are none, because this is called after every fact."""
     clients = value.clients
     if not clients.num_unassigned and all(is_here(member) for member in clients.holders):
         return []
@@ -394,13 +394,13 @@ def due_clients(value: Federation) -> list[int]:
 
 
 def evaluates_at_clients(job: JobSpec) -> bool:
-    """Return True if clients evaluate, because rows that never leave their worker can be evaluated
-    only there."""
+    """Return True if clients evaluate instead of a helper, because rows that never leave their
+    worker can be evaluated only there."""
     return job.data.worker_local is not None and job.evaluation is not None
 
 
 def with_ledgers(value: Federation, fact: Fact) -> Federation:
-    """Return the run with a fact folded into the ledgers, which persist from round to round."""
+    """Return the run value with a fact folded into the ledgers, which outlast the round."""
     return replace(
         value,
         ledger=value.ledger and value.ledger.fold(fact),
@@ -410,8 +410,8 @@ def with_ledgers(value: Federation, fact: Fact) -> Federation:
 
 
 def with_selection(value: Federation, fact: ClientsSelected) -> Federation:
-    """Return the run with the round open, or extended by clients. Late clients that are selected
-    again train for this round."""
+    """Return the run value with the round open, or with more clients in it. Late clients that are
+    selected again train for this round."""
     clients = replace(
         value.clients,
         selected=fact.clients,
@@ -429,7 +429,7 @@ def with_selection(value: Federation, fact: ClientsSelected) -> Federation:
 def with_exchange(
     job: JobSpec, value: Federation, fact: KeysPosted | SharesRouted, now_s: float
 ) -> Federation:
-    """Return the run with exchanged keys or shares; once shares are routed, clients train."""
+    """Return the run value with keys or shares exchanged; once shares are, clients train."""
     rejected = {**value.clients.rejected, **ledgers.rejections(fact)}
     clients = replace(value.clients, rejected=rejected, secure=value.clients.secure.fold(fact))
     if isinstance(fact, SharesRouted):
@@ -438,7 +438,7 @@ def with_exchange(
 
 
 def with_reply(value: Federation, fact: UpdateReceived | UpdateRejected) -> Federation:
-    """Return the run with the update or the rejection of a client of the round folded in."""
+    """Return the run value with the answer of a client folded in: its update or rejection."""
     clients = value.clients
     if isinstance(fact, UpdateRejected):
         rejected = {**clients.rejected, fact.client: fact}
@@ -449,7 +449,7 @@ def with_reply(value: Federation, fact: UpdateReceived | UpdateRejected) -> Fede
 
 
 def with_closing(value: Federation, fact: RoundClosed) -> Federation:
-    """Return the run with its round closed."""
+    """Return the run value with its round closed."""
     return replace(
         value,
         round=Closed(value.clients, fact.accepted),
@@ -459,7 +459,7 @@ def with_closing(value: Federation, fact: RoundClosed) -> Federation:
 
 
 def with_waiting(value: Federation, fact: RoundWaits) -> Federation:
-    """Return the run without a deadline, and with some failed clients to be asked again."""
+    """Return the run value without a round deadline, and with failed clients to be asked again."""
     clients, again = value.clients, set(fact.asked_again)
     tried = {
         client: clients.tried.get(client, frozenset()) | {clients.assigned[client][0]}
@@ -480,8 +480,8 @@ def with_waiting(value: Federation, fact: RoundWaits) -> Federation:
 
 
 def again_after_resumption(job: JobSpec, value: Federation, now_s: float) -> Federation:
-    """Return the run with its open round restarted after a resumption: workers have forgotten the
-    run, failed clients are asked again, and the deadline begins anew."""
+    """Return the run value with its open round restarted because the run was resumed: workers have
+    forgotten the run, failed clients are asked again, and the deadline begins anew."""
     is_secure = spec_of(job).options.secure_aggregation is not None
     if is_secure and not isinstance(value.round, Waiting):
         # The workers have forgotten the secrets of the run.
@@ -501,8 +501,8 @@ def again_after_resumption(job: JobSpec, value: Federation, now_s: float) -> Fed
 
 
 def again_with_new_keys(job: JobSpec, value: Federation, attempt: int, now_s: float) -> Federation:
-    """Return the run with its secure round restarted, because no sum of it can be unmasked any
-    more."""
+    """Return the run value with its secure round restarted under new keys, because no sum of the
+    round's updates can be unmasked any more."""
     again = replace(
         value.clients,
         secure=SecureSetup(attempt),
@@ -514,20 +514,20 @@ def again_with_new_keys(job: JobSpec, value: Federation, attempt: int, now_s: fl
 
 
 def deadline_of(job: JobSpec, now_s: float) -> float | None:
-    """Return the time at which a round opened now closes with the updates that it has; None:
-    never."""
+    """Return the leader-clock time at which a round that opens now closes with whatever updates it
+    has; None: it has no deadline."""
     time_s = spec_of(job).options.round_deadline_s
     return None if time_s is None else now_s + time_s
 
 
 def task_of(client: int) -> str:
-    """Return the task of a client in a round, by which its deaths are keyed."""
+    """Return the key of the worker deaths in a client's training task."""
     return f"client {client}"
 
 
 def _counted(value: Federation, update: UpdateReceived) -> Mapping[str, float]:
-    """Return the training metrics with the skipped steps of an update from an older version, which
-    counted them on arrival."""
+    """Return the run's training metrics plus the steps that an update of an older version reports
+    as skipped; updates of newer versions are counted when their round closes."""
     if update.num_steps or SKIPPED_STEPS not in update.metrics:
         return value.trained
     num_skipped = value.trained.get(SKIPPED_STEPS, 0) + update.metrics[SKIPPED_STEPS]
@@ -535,7 +535,7 @@ def _counted(value: Federation, update: UpdateReceived) -> Mapping[str, float]:
 
 
 def after_commit(job: JobSpec, value: Federation, fact: SegmentCommitted) -> Federation:
-    """Return the run before its next round, which begins from the state that was committed."""
+    """Return the run value before its next round, which begins from the committed state."""
     base = Base(fact.segment, fact.step, fact.digest, average=fact.average)
     has_strikes = spec_of(job).options.strikes is not None
     evaluations, states, evaluators = value.evaluations, value.client_states, None

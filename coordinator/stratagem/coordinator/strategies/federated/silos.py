@@ -83,7 +83,7 @@ class PartyKind:
     noun: str
     """The word for such a client in sentences."""
     has_trained: Callable[[Child], bool]
-    """(party): True if the party has done its part of the round."""
+    """(party): True if the party has trained what the open round asks of it."""
     opened: Callable[[JobSpec, PartiesRun, int], Child]
     """(job, value, client): the party of a client as the client's round opens."""
     why_rejected: Callable[[PartyFailed], tuple[Cause, str]]
@@ -91,10 +91,10 @@ class PartyKind:
     folded: Callable[[JobSpec, PartiesRun, int, Child, Fact], Child] = (
         lambda _job, _value, _client, party, _fact: party
     )
-    """(job, value, client, party, fact): the party after a fact, which it has folded in already."""
+    """(job, value, client, party, fact): the party after a fact, beyond what it has folded in."""
 
     def transition(self, job: JobSpec, value: PartiesRun, fact: Fact, now_s: float) -> PartiesRun:
-        """Return the run with one fact folded in: of the rounds, or of a client's party."""
+        """Return the run value with a fact of the rounds, or of a client's party, folded in."""
         for client, child in value.clients.items():
             if nested.is_of(child, fact):
                 if isinstance(fact, PartyFailed):
@@ -130,12 +130,12 @@ class PartyKind:
         return None
 
     def in_training(self, value: PartiesRun) -> dict[int, Child]:
-        """Return the parties of the open round that have not trained yet."""
+        """Return the parties of the open round that have not trained yet, keyed by client."""
         parties = {client: value.clients[client] for client in unanswered(value)}
         return {client: child for client, child in parties.items() if not self.has_trained(child)}
 
     def answered(self, value: PartiesRun, status: Status) -> str:
-        """Return a sentence about the number of clients of the open round that have answered."""
+        """Return a sentence such as "round 3: 1 of 2 silos have answered", from a run's status."""
         count = f"round {value.rounds.round_num}: {status.num_clients_done} of {status.num_clients}"
         return f"{count} {self.noun}s have answered"
 
@@ -146,7 +146,7 @@ class PartyKind:
         pending: Callable[[RunId, JobSpec, PartiesRun, int | None], frozenset[Effect]],
         status: Callable[[JobSpec, PartiesRun, World], Status],
     ) -> Strategy:
-        """Return the strategy of this kind, from these functions and those all kinds share."""
+        """Return the strategy of this kind: these functions, and those that all kinds share."""
         return Strategy(
             version=VERSION,
             check=check,
@@ -179,7 +179,7 @@ def unanswered(value: PartiesRun) -> list[int]:
 
 
 def party_of(value: PartiesRun, client: int) -> Party:
-    """Return the name of a client's party."""
+    """Return the path of the party that a client is."""
     return child_party(value.rounds.party, f"client{client}")
 
 
@@ -187,7 +187,7 @@ def party_of(value: PartiesRun, client: int) -> Party:
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Return violations: options that a silo cannot have, an inner strategy that cannot run."""
+    """Return a job's violations: options a silo cannot have, an inner strategy that cannot run."""
     violations = [*found_in(SILOS, job)]
     return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 
@@ -221,7 +221,7 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
 
 
 def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) -> JSON:
-    """Return an optimizer section with the rates as a plateau has lowered them, and no plateau."""
+    """Return an optimizer section with its rates lowered by a plateau, and no schedule left."""
     groups = spec.groups and tuple(
         group.with_changes(**_lower(group, plateau, num_reductions)) for group in spec.groups
     )
@@ -232,7 +232,7 @@ def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) ->
 def _lower(
     spec: UpdateRuleSpec | GroupSpec, plateau: ScheduleSpec, num_reductions: int
 ) -> dict[str, object]:
-    """Return one section's learning rates as a plateau has lowered them, keyed by field."""
+    """Return the learning rates of one section, as a plateau has lowered them, by field."""
     lower: dict[str, object] = {}
     if spec.lr is not None:
         lower["lr"] = plateau.reduced(spec.lr, num_reductions)
@@ -243,7 +243,7 @@ def _lower(
 
 
 def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
-    """Return the next fact of the round; while the round is open, the next fact of the clients."""
+    """Return the run's next fact; while a round is open, the next fact of a client's party."""
     rounds = value.rounds
     if not _has_begun(rounds) and nested.decide(_sample(job, value), world, now_s) is None:
         return None  # nothing is built for silos that have no place
@@ -257,7 +257,7 @@ def _has_begun(rounds: Federation) -> bool:
 
 
 def _sample(job: JobSpec, value: PartiesRun) -> Child:
-    """Return some silo before its first round; all silos need the same kinds of workers."""
+    """Return an example silo, before its first round: all silos need the same kinds of workers."""
     return nested.begin(party_of(value, 0), client_job(job, 0, 1), 0, value.strategies)
 
 
@@ -273,14 +273,14 @@ def _of_clients(value: PartiesRun, world: World, now_s: float) -> Fact | None:
 
 
 def _folded(job: JobSpec, value: PartiesRun, client: int, child: Child, fact: Fact) -> Child:
-    """Return the silo, with the global state to train if it was just built to count its rows."""
+    """Return the silo after a fact; once it is built, it is given the global state to train."""
     if isinstance(fact, ModelBuilt) and fact.party == child.party:
         return _based(job, value, client, child)
     return child
 
 
 def _opened(job: JobSpec, value: PartiesRun, client: int) -> Child:
-    """Return a silo's party as a round opens; a known silo begins from the new global state."""
+    """Return a client's party as its round opens: new, or known and given the global state."""
     before = value.clients.get(client)
     if before is None:
         party = party_of(value, client)
@@ -302,8 +302,8 @@ def _based(job: JobSpec, value: PartiesRun, client: int, child: Child) -> Child:
 def pending(
     run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that the round needs, with the effects of the clients' parties in place of
-    their training."""
+    """Return the effects that are due for the round; clients train by the effects of their own
+    parties."""
     of_rounds = due.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
     for child in KIND.in_training(value).values():
@@ -312,7 +312,7 @@ def pending(
 
 
 def _in_its_round(job: JobSpec, value: PartiesRun, effect: Effect) -> Effect:
-    """Return an effect of a client; a segment with the number of its round."""
+    """Return an effect of a client's party; a RunSegment is given the number of its round."""
     if not isinstance(effect, RunSegment):
         return effect
     before, num_rounds = value.rounds.round_num - 1, spec_of(job).rounds
@@ -320,7 +320,7 @@ def _in_its_round(job: JobSpec, value: PartiesRun, effect: Effect) -> Effect:
 
 
 def _collecting(run_id: RunId, value: PartiesRun) -> set[Effect]:
-    """Return the effects that collect the updates of the clients that have trained."""
+    """Return the effects that copy the states of trained clients into the round's spool."""
     rounds, effects = value.rounds, set[Effect]()
     for client in unanswered(value):
         progress = nested.progress(value.clients[client])
@@ -347,7 +347,7 @@ def _collecting(run_id: RunId, value: PartiesRun) -> set[Effect]:
 
 
 def _has_trained(child: Child) -> bool:
-    """Return True if a silo has trained; a new silo, whose horizon is 0, is built first."""
+    """Return True if a silo has trained; a new silo must first build its model."""
     return child.horizon != 0 and nested.is_at_horizon(child)
 
 

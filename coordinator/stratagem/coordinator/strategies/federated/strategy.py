@@ -122,7 +122,7 @@ def decide_round(
     now_s: float,
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
-    """Return the next fact of the run; `train` decides about the clients while a round is open."""
+    """Return the run's next fact; `train` returns that about clients while a round is open."""
     fact = _decided(job, value, world, now_s, train)
     if (
         isinstance(fact, RunFailed)
@@ -171,8 +171,8 @@ def _decided(
 def _gathered(
     job: JobSpec, value: Federation, workers: list[WorkerRecord], now_s: float
 ) -> tuple[bool, Fact | None]:
-    """Return True if enough workers are here for the build; if not, also the fact that follows, if
-    any."""
+    """Return True if enough workers are here to build the model, else False; and a fact to journal
+    first, if any."""
     if value.committed is not None or value.helper:
         return True, None
     if open_roster.roster_of(job) is not None:
@@ -183,8 +183,8 @@ def _gathered(
 def _next_round(
     job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord], now_s: float
 ) -> Fact | None:
-    """Return the opening of the next round, or the end of the run if the evaluations call for it;
-    None while a decisive evaluation, or clients, are missing."""
+    """Return the fact that opens the next round, or that ends the run if its evaluations call for
+    it; None while clients, or an evaluation that may end the run, are missing."""
     if is_evaluated_first(job, value):
         return None
     if ended := stopped_early(job, value) or bench(job, value):
@@ -197,7 +197,7 @@ def _next_round(
 
 
 def transition(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
-    """Return the run with one fact folded in."""
+    """Return the run value with one fact folded in."""
     value = with_ledgers(value, fact)
     if closing.is_late(value, fact):
         return closing.with_late(value, fact)
@@ -229,7 +229,7 @@ def transition(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Fed
 
 
 def _in_round(job: JobSpec, value: Federation, fact: Fact, now_s: float) -> Federation:
-    """Return the run with a fact of the round, from its opening to its commit, folded in."""
+    """Return the run value with a fact of the round, from its opening to its commit, folded in."""
     match fact:
         case ClientsSelected():
             return open_roster.awaiting_all(job, with_selection(value, fact), now_s)
@@ -278,7 +278,7 @@ def reject_reason(_job: JobSpec, value: Federation, fact: Fact) -> str:
 
 
 def _is_due(value: Federation, fact: Fact) -> tuple[bool, str]:
-    """Return True if the run waits for a fact, and the reason to refuse the fact if it does not."""
+    """Return True if the run waits for the fact; and the reason to refuse it otherwise."""
     current, number = value.round, value.round_num
     match fact:
         case ModelBuilt() | BuildFailed():
@@ -321,7 +321,7 @@ def _is_evaluation_due(
 
 
 def begun(job: JobSpec, party: Party) -> Federation:
-    """Return the run value before any fact."""
+    """Return the run value of a new run, before any fact."""
     states = None
     if spec_of(job).options.has_client_state:
         are_summed = spec_of(job).options.control is not None
@@ -331,8 +331,8 @@ def begun(job: JobSpec, party: Party) -> Federation:
 
 
 def own_deadline(value: Federation) -> float | None:
-    """Return the earliest time at which the round closes, sites are asked again, or the wait for
-    clients ends."""
+    """Return the leader-clock time of the next deadline: the round closes, sites are asked again,
+    or the wait for clients ends."""
     times = [open_roster.deadline(value)]
     if isinstance(value.round, Open):
         times += [value.round.deadline_s, value.round.asks_again_s]
@@ -340,13 +340,13 @@ def own_deadline(value: Federation) -> float | None:
 
 
 def deaths(value: Federation, member: Member) -> tuple[ProcessDied, ...]:
-    """Return the death of a worker process, to be counted for all its tasks in this round."""
+    """Return the fact that counts the death of a worker process against its tasks in this round."""
     return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
 
 
 def blobs(value: Federation) -> frozenset[Digest]:
-    """Return the states to keep: the global state, those of the server optimizer and of simulated
-    clients, and those that wait for an evaluation, even while no worker can do it."""
+    """Return the states that the store must keep: the global state, those of the server optimizer
+    and of simulated clients, and those to evaluate, even while no worker can do it."""
     needed = {*value.server_state} if value.committed else set()
     bases = [value.committed] if value.committed else []
     for owed in value.evaluations.values():
@@ -359,7 +359,7 @@ def blobs(value: Federation) -> frozenset[Digest]:
 
 
 def progress(value: Federation) -> NestedProgress:
-    """Return the progress of the party, up to the committed round."""
+    """Return the progress of the federation, up to the committed round."""
     metrics, loss = {**value.trained, **value.metrics}, value.trained.get(TRAIN_LOSS, 0.0)
     return NestedProgress(
         *(value.committed, metrics, value.num_rows, loss),
@@ -375,7 +375,7 @@ def progress(value: Federation) -> NestedProgress:
 
 
 def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, int]) -> Federation:
-    """Return the federation, set to a given state; its server optimizer starts afresh."""
+    """Return the federation restarted from the given state; its server optimizer starts afresh."""
     return replace(
         Federation(value.party),
         membership=value.membership + 1,
@@ -394,8 +394,8 @@ def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, 
 def returned(
     job: JobSpec, value: Federation, base: Base, metrics: Mapping[str, float]
 ) -> Federation:
-    """Return the federation after it went back to an earlier commit, which had these metrics.
-    Evaluations up to that commit are still owed, as they may come some rounds later."""
+    """Return the federation after a return to an earlier commit of its own, which had these
+    metrics. Evaluations up to that commit are still owed, as they may come some rounds later."""
     segment, course = base.segment, course_of(metrics)
     evaluated = {name: n for name, n in metrics.items() if is_evaluated(job, name)} | course
     return replace(
@@ -408,7 +408,7 @@ def returned(
 
 
 def _why_unwelcome(value: Federation, fact: UpdateReceived | UpdateRejected) -> str:
-    """Return the reason why the answer of a client is stale; "" if it is expected."""
+    """Return the reason why a client's update or rejection is stale; "" if it is expected."""
     clients, round_num, client = value.clients, fact.round_num, fact.client
     if closing.is_late(value, fact):
         has_answered = value.late[client].update is not None

@@ -89,7 +89,7 @@ def _binary(scores: Scores, threshold: float, streams: Sequence[Random]) -> dict
 
 
 def rank(score: float | None) -> float:
-    """Return the sort key of a score: an invalid score is below all others."""
+    """Return a sort key of a score, by which an invalid score (None) is below all others."""
     return -math.inf if score is None else score
 
 
@@ -100,7 +100,7 @@ def explored(
     rng: Random,
     kept: Set[str] = frozenset(),
 ) -> dict[str, JSON]:
-    """Return copied hyperparameters, varied except for those that are kept."""
+    """Return new values of copied hyperparameters, varied at random except for those in `kept`."""
 
     def value_of(dim: Plain) -> JSON:
         varied = _varied(explore, dim, params, rng)  # which takes its place in the stream
@@ -126,8 +126,8 @@ def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
 
 
 def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
-    """Return hyperparameters, asking for a value of every dimension, in order, so that each has its
-    own place in the random stream."""
+    """Return one value per active hyperparameter; values of all dimensions are asked for in order,
+    so that each has its own place in the random stream."""
     return active_values(
         space, {_name(dimension): value_of(plain(dimension)) for dimension in space.dimensions}
     )
@@ -159,7 +159,7 @@ def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
 
 
 def _name(dimension: Dimension) -> str:
-    """Return the hyperparameter that a dimension sets."""
+    """Return the name of the hyperparameter that a dimension of the search space sets."""
     return plain(dimension).name
 
 
@@ -178,7 +178,7 @@ def _drawn(dimension: Plain, rng: Random) -> JSON:
 
 
 def on_scale(low: float, high: float, scale: Scale, share: float) -> float:
-    """Return the point at a fraction (`share`) of the way from low to high on a scale."""
+    """Return the point at a fraction (`share`) of the way from low to high, measured on a scale."""
     match scale:
         case Scale.LINEAR:
             value = low + (high - low) * share
@@ -299,7 +299,7 @@ def _changed(tried: Params, params: Params) -> Iterator[str]:
 
 
 def _given(document: Mapping[str, JSON], path: str) -> JSON:
-    """Return the job's own value at a dotted path; None if it has none."""
+    """Return the value that the job itself gives at a dotted path; None if it has none."""
     *parents, last = path.split(".")
     place: JSON = dict(document)
     for key in parents:

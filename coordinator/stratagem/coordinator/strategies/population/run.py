@@ -64,8 +64,8 @@ class FailureKind:
     members: frozenset[int]
 
     def text(self, population_size: int) -> str:
-        """Return the reason and the number of members that share it; if half of them do, also say
-        that the job seems to be at fault."""
+        """Return the reason for people, with the number of members that failed so; if half of them
+        did, also that the job seems to be at fault."""
         alike = len(self.members)
         if alike == 1:
             return self.reason
@@ -81,7 +81,7 @@ class Failures:
     kinds: tuple[FailureKind, ...] = ()
 
     def with_one(self, member: int, failed: PartyFailed) -> "Failures":
-        """Return the failures with one more; a new kind is added only up to a limit."""
+        """Return the record with one more failure; a new kind is added only up to a limit."""
         pattern, kinds = _NUMBER.sub("#", failed.reason), list(self.kinds)
         at = next((i for i, kind in enumerate(kinds) if kind.pattern == pattern), None)
         if at is not None:
@@ -144,7 +144,7 @@ class PopulationRun:
     """The best metric of a closed generation (higher is better), and the first such generation."""
 
     def children(self) -> tuple[Child, ...]:
-        """Return the members' parties."""
+        """Return the parties of all members of the population."""
         return tuple(member.child for member in self.members)
 
 
@@ -199,8 +199,8 @@ def score_of(job: JobSpec, member: MemberRun) -> float | None:
 
 
 def close_generation(job: JobSpec, value: PopulationRun) -> GenerationClosed | RunFailed | None:
-    """Return the end of a generation once every member has a score for it, with the copies; the
-    failure of the run if no score is valid; None before."""
+    """Return the fact that closes a generation, with its copies, once every member has a score for
+    it; the failure of the run if no score is valid; None before."""
     number, spec = value.generation, spec_of(job)
     if spec.options.asynchronous:
         if any(len(member.scores) < number for member in value.members):
@@ -259,8 +259,8 @@ def _explored(
 
 
 def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
-    """Return the score and the copy of the first member that has trained its generation, to go on
-    at once (asynchronous); None if there is none."""
+    """Return the fact that the first member to have trained its generation goes on at once, copying
+    or not, as asynchronous members do; None if there is none."""
     for number, member in enumerate(value.members):
         if len(member.scores) < member.generation and is_scored(member):
             return _evolved(job, value, number)
@@ -268,7 +268,7 @@ def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
 
 
 def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
-    """Return a member's score, and its donor if it copies one, judged by all newest scores."""
+    """Return the fact that a member goes on, with its score and, if it copies one, its donor."""
     member, spec = value.members[number], spec_of(job)
     score = score_of(job, member)
     scores = [scored.scores[-1] if scored.scores else None for scored in value.members]
@@ -316,7 +316,7 @@ def _all_failed(value: PopulationRun) -> RunFailed:
 
 
 def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> PopulationRun:
-    """Return the population with its members begun."""
+    """Return the run value with the population formed: every member's party has begun."""
     members = tuple(
         MemberRun(
             nested.begin(
@@ -335,7 +335,7 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
 
 
 def add_structural(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
-    """Return the population with hyperparameters that a model has shown to be structural."""
+    """Return the run value with hyperparameters that a built model has shown to be structural."""
     if value.structural is None or not fact.structural:
         return value
     names = with_parents(space_of(job), value.structural | frozenset(fact.structural))
@@ -343,7 +343,7 @@ def add_structural(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> Popu
 
 
 def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
-    """Return the population in the next generation, which synchronous members begin now."""
+    """Return the run value in the next generation, which synchronous members begin now."""
     value = with_origin(job, value, fact)
     value = replace(value, generation=fact.generation + 1)
     if spec_of(job).options.asynchronous:
@@ -358,7 +358,7 @@ def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> Popula
 
 
 def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
-    """Return the population with the origin of the new commit added.
+    """Return the run value with the origin of the new commit: its member and its settings.
 
     Older origins are dropped, except those of the commits that are kept: the newest, and the best.
     """
@@ -379,7 +379,7 @@ def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> P
 
 
 def evolved(job: JobSpec, value: PopulationRun, fact: MemberEvolved) -> PopulationRun:
-    """Return the population after one member has gone on alone."""
+    """Return the run value after one member has gone on to its next generation alone."""
     members = list(value.members)
     members[fact.member] = _next(job, value, fact.member, fact.score, fact.copied, _rows(value))
     return replace(value, members=tuple(members))

@@ -65,7 +65,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def _objections(job: JobSpec, place: int) -> Iterator[Violation]:
-    """Yield the violations of the job of a setting."""
+    """Yield the violations of the job that one setting of the schedule makes."""
     where = f"{_SECTION}.settings[{place}].params"
     try:
         setting_job = scheduled_job(job, _schedule(job).settings[place])
@@ -79,7 +79,7 @@ def _objections(job: JobSpec, place: int) -> Iterator[Violation]:
 
 
 def begin(job: JobSpec, party: Party, strategies: Strategies) -> ScheduledRun:
-    """Return the run value before any fact."""
+    """Return the run value of a new run, before any fact."""
     setting_job = scheduled_job(job, _schedule(job).settings[0])
     return ScheduledRun(nested.begin(party, setting_job, _horizon(job, 0), strategies))
 
@@ -96,12 +96,12 @@ def decide(job: JobSpec, value: ScheduledRun, world: World, now_s: float) -> Fac
 
 
 def transition(job: JobSpec, value: ScheduledRun, fact: Fact, now_s: float) -> ScheduledRun:
-    """Return the run with a fact folded in, under the next setting if one has ended."""
+    """Return the run value with a fact folded in, under the next setting if one has ended."""
     return _advanced(job, replace(value, child=nested.transition(value.child, fact, now_s)))
 
 
 def _advanced(job: JobSpec, value: ScheduledRun) -> ScheduledRun:
-    """Return the run under the next setting if the current one has ended and is not the last."""
+    """Return the run value under the next setting if the current one has ended and is not last."""
     following = value.setting + 1
     if following == len(_schedule(job).settings) or not nested.is_at_horizon(value.child):
         return value
@@ -118,7 +118,7 @@ def _advanced(job: JobSpec, value: ScheduledRun) -> ScheduledRun:
 def returned(
     job: JobSpec, value: ScheduledRun, base: Base, metrics: Mapping[str, float]
 ) -> ScheduledRun:
-    """Return the run after it went back to one of its own commits: under the setting that trained
+    """Return the run value after a return to one of its own commits: under the setting that trained
     the commit, or under the next one if the commit ends that setting."""
     horizons = (_horizon(job, place) for place in range(len(_schedule(job).settings)))
     setting = next(place for place, horizon in enumerate(horizons) if base.segment <= horizon)
@@ -147,7 +147,7 @@ def status(job: JobSpec, value: ScheduledRun, world: World) -> Status:
 
 
 def _horizon(job: JobSpec, setting: int) -> int:
-    """Return the last segment of a setting, which the job determines without its rows."""
+    """Return the last segment of a setting, which follows from the job without counting rows."""
     plain = scheduled_job(job, _schedule(job).settings[setting])
     segments = schedule_of(plain, {"train": 0})
     return 1 + segments.ends().index(_schedule(job).ends(segments.num_steps)[setting])

@@ -98,7 +98,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fact | None:
-    """Return the next fact of a member or, if there is none, what follows from the scores."""
+    """Return the next fact of a member or, if there is none, the fact that the scores call for."""
     if not value.members:
         return form(job, value)
     if value.generation > spec_of(job).generations:
@@ -114,7 +114,7 @@ def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fa
 
 
 def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> PopulationRun:
-    """Return the population with one fact folded in: its own, or one of a member's party."""
+    """Return the run value with one fact folded in: of the population, or of a member's party."""
     match fact:
         case PopulationFormed():
             return formed(job, value, fact)
@@ -193,7 +193,7 @@ def status(job: JobSpec, value: PopulationRun, world: World) -> Status:
 
 
 def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
-    """Return the completion of the run, naming the best member and the failures."""
+    """Return the fact that completes the run, which names the best member and the failures."""
     number = value.generation - 1
     parts = [f"{counted(number, 'generation')} committed"]
     origin = value.origins[number]
@@ -309,7 +309,7 @@ _WHY_NOT = {
 
 def check_params(job: JobSpec) -> list[Violation]:
     """Return the violations of a search space: every hyperparameter must be a field of the job that
-    can be varied."""
+    members may vary."""
     space = space_of(job)
     names = [plain(dimension).name for dimension in space.dimensions]
     violations = [
@@ -371,7 +371,7 @@ def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
 
 
 def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]:
-    """Yield a violation if a keyword may be sampled with an optimizer that does not take it."""
+    """Yield a violation if a keyword could be sampled for an optimizer that does not take it."""
     space, name = space_of(job), plain(dimension).name
     chosen = next((dim for dim in space.dimensions if plain(dim).name == _OPTIMIZER), None)
     if chosen is None or name == _OPTIMIZER or not name.startswith("optimizer."):
@@ -402,7 +402,7 @@ def _unknown(job: JobSpec, params: Params, name: str) -> str:
 
 
 def _conditions(space: SearchSpace, dimension: Dimension) -> dict[str, JSON]:
-    """Return values of the parent dimensions under which the dimension is active."""
+    """Return values of parent dimensions under which this conditional dimension is active."""
     by_name = {dim.name: dim for dim in space.dimensions}
     conditions: dict[str, JSON] = {}
     while isinstance(dimension, Conditional):

@@ -63,8 +63,8 @@ from stratagem.coordinator.strategies.synchronous.party import (
 def decide(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World, now_s: float
 ) -> Fact | None:
-    """Return the next fact: the run failed because too many workers died, it is complete or stopped
-    early, or its members changed; None if nothing changed."""
+    """Return the next fact: the run fails because too many workers died, is complete or stopped
+    early, or its members change; None if nothing changes."""
     if run.deaths.are_too_many:
         reason = why(f"segment {run.open_segment}", run.deaths)
         return RunFailed(reason=reason, cause=Cause.CRASHED)
@@ -80,8 +80,8 @@ def decide(
 def _copies_due(
     job: JobSpec, run: PartyRun, world: World, now_s: float
 ) -> UploadDue | SoleCopiesLost | None:
-    """Return the fact that workers must upload commit files that only they have, or that such files
-    are lost; None if neither is due.
+    """Return the fact that workers must upload the files of the commit that they alone have, or
+    that such files are lost; None if neither is due.
 
     An absent worker may come back with its files, and is waited for; one that has left will not. A
     worker that was asked may have sent its files before: the upload finds out.
@@ -111,8 +111,8 @@ def _copies_due(
 
 
 def deadline(run: PartyRun) -> float | None:
-    """Return the time until which absent workers that alone have files of the commit are waited
-    for."""
+    """Return the leader-clock time until which the party waits for absent workers that alone have
+    files of its commit."""
     return run.awaits_until_s
 
 
@@ -126,7 +126,7 @@ def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
 def members_due(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> MembersFormed | None:
-    """Return a new membership if the members should change; None if they should not."""
+    """Return the fact that forms a new membership if the members should change; else None."""
     placed = (shape.place or _any_workers(shape))(job, run, world)
     members = placed.members
     if members == run.members:
@@ -154,7 +154,7 @@ def _what_follows(
     *,
     are_apart: bool,
 ) -> str:
-    """Return a sentence on what becomes of trained steps with these members, or ""."""
+    """Return a sentence that says what becomes of steps trained so far under new members, or ""."""
     at = run.committed
     if job.only_evaluates or not run.open_segment or at is None:
         return ""
@@ -175,8 +175,8 @@ def setback(job: JobSpec, run: PartyRun, shape: SegmentRules) -> str:
 
 
 def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Placed]:
-    """Return a placement function, which keeps the members that are left and adds any workers that
-    can join, up to one per shard."""
+    """Return a placement function that keeps present members and adds any workers that can join, up
+    to one per shard."""
 
     def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
         alive = tuple(member for member in run.members if world.holds(member))
@@ -187,8 +187,8 @@ def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Pl
 
 
 def _as_kept(run: PartyRun, members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Return the members in the order in which they kept replicas, if all those members are back,
-    so that each goes on with its own replica; otherwise unchanged."""
+    """Return the members in the order of the replicas that they have kept, if all with such a
+    replica are back, so that each goes on with its own; otherwise unchanged."""
     places = {file.worker_id: place for place, file in enumerate(run.kept)}
     if {member.worker_id for member in members} != set(places):
         return members
@@ -240,7 +240,7 @@ def _has_left(world: World, member: Member) -> bool:
 
 
 def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
-    """Return the same members under a new membership, after they failed to exchange tensors."""
+    """Return the fact that gives the same members a new membership, after a failed exchange."""
     return MembersFormed(
         party=party,
         membership=run.membership + 1,
@@ -258,13 +258,12 @@ def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
 
 
 def parties(run: PartyRun) -> Mapping[Party, PartyView]:
-    """Return the only party whose members exchange tensors: this one."""
+    """Return this party by its path, as the only one whose members exchange tensors."""
     return {run.party: PartyView(run.membership, run.members)}
 
 
 def deaths(run: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
-    """Return the death to count if the member works on the open segment, or did until it was
-    lost."""
+    """Return the death to count if the member was at work on the open segment, else none."""
     if member not in run.members and member not in run.left:
         return ()
     return (ProcessDied(party=run.party, member=member, segment=run.open_segment),)
@@ -311,7 +310,7 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
 def phase_of(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> tuple[RunPhase, str, str]:
-    """Return the phase of the run, the phase of the party (TRAINING once there is a state), and the
+    """Return the run's phase, the strategy's phase (TRAINING once there is a state), and the
     reason."""
     if not run.members:
         need = f"waiting for {shape.min_members} of {shape.num_shards} workers"
@@ -336,7 +335,7 @@ MAX_UNCOMMITTED = 2
 def pending(
     run_id: RunId, job: JobSpec, run: PartyRun, shape: SegmentRules, horizon: int | None = None
 ) -> frozenset[Effect]:
-    """Return the effects due: before any state the build, later commit, upload and segment."""
+    """Return the effects due: the build until there is a state; then commit, upload, segment."""
     if run.committed is None:
         if not run.members:
             return frozenset()

@@ -28,8 +28,8 @@ _DONE = 2
 
 
 def _decide(job: JobSpec, value: PartyRun, world: World, _now_s: float) -> Fact | None:
-    """Return the next fact: the run failed because too many workers died, it is complete, or its
-    members changed; None if nothing changed."""
+    """Return the next fact: the run fails because too many workers died, is complete, or its
+    members change; None if nothing changes."""
     if value.deaths.are_too_many:
         return RunFailed(reason=why("the evaluation", value.deaths))
     if value.open_segment == _DONE:

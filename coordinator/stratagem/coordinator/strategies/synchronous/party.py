@@ -126,17 +126,17 @@ Parts = tuple[tuple[Member, ...], ...]
 
 
 def one_part(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
-    """Return a single part: every member holds the whole state."""
+    """Return the division of a state that every member holds whole: one part, held by all."""
     return (members,)
 
 
 def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
-    """Return one part per member: each member holds a part that no other member has."""
+    """Return the division of a state of which each member holds a part that no other one has."""
     return tuple((member,) for member in members)
 
 
 def mirrors_of(members: tuple[Member, ...]) -> Parts:
-    """Return the member that mirrors each part: the one after the member that has the part."""
+    """Return the mirror of each part: the member that follows the one that has the part."""
     return tuple((member,) for member in (*members[1:], *members[:1]))
 
 
@@ -148,7 +148,7 @@ class SegmentRules:
     min_members: int
     exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
     parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
-    """(members by rank, ranks of the party): the division of the state among them."""
+    """(members by rank, ranks of the party): the members that hold each part of the state."""
     place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
     """The placement function of the party; None: any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
@@ -168,7 +168,7 @@ class SegmentRules:
         return self.fewest_mirrored is not None and len(members) >= self.fewest_mirrored
 
     def returns(self, members: tuple[Member, ...]) -> bool:
-        """Return True if any change of these members returns the party to its last commit."""
+        """Return True if any change of these members sends the party back to its last commit."""
         return self.is_sole_copy and not self.is_mirrored(members)
 
 
@@ -234,12 +234,12 @@ def transition(
 
 
 def _holders(run: PartyRun) -> tuple[Member, ...]:
-    """Return the members if they are the workers that have kept files of the commit; else none."""
+    """Return the members if they themselves have the kept files of the commit; else none."""
     return () if are_moved(run) else run.members
 
 
 def _kept(run: PartyRun, fact: SegmentFinished) -> tuple[KeptFile, ...]:
-    """Return the files that the members have kept at the end of a segment."""
+    """Return a record of the files that members have kept at a segment's end, by rank."""
     if not fact.kept:
         return ()
     return tuple(
@@ -269,12 +269,12 @@ def _committed(run: PartyRun, fact: SegmentCommitted) -> PartyRun:
 
 
 def _as_whole(run: PartyRun) -> PartyRun:
-    """Return the run with its commit marked as whole: workers alone have no part of it."""
+    """Return the run value with its commit marked as whole: no part of it is on workers alone."""
     return replace(run, kept=(), whole=None, holders=(), awaits_until_s=None)
 
 
 def _to_whole(run: PartyRun) -> PartyRun:
-    """Return the run set back to its newest commit that was uploaded as a whole."""
+    """Return the run value set back to the newest commit that was uploaded as a whole."""
     if run.whole is None:
         return run
     base, metrics = run.whole.base, run.whole.metrics
@@ -345,7 +345,7 @@ def _holders_of(members: tuple[Member, ...], ranks: tuple[int, ...], shape: Segm
 
 
 def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
-    """Return True if members, or their unfinished work, are lost with the old membership."""
+    """Return True if the new membership loses a member of the party, or unfinished work."""
     if run.open_segment == 0 or not run.members:
         return False
     return fact.members == run.members or not set(run.members) <= set(fact.members)
@@ -380,7 +380,7 @@ def reject_reason(run: PartyRun, fact: Fact) -> str:
 
 
 def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
-    """Return the party set to another state; its members drop what they hold and meet again."""
+    """Return the run value set to another state; members drop what they hold and meet again."""
     return replace(
         _as_whole(run),
         membership=run.membership + 1,
@@ -398,8 +398,8 @@ def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]
 
 
 def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, float]) -> PartyRun:
-    """Return the party after it went back to one of its own commits, which had these metrics, such
-    as the steps skipped so far."""
+    """Return the run value after a return to an earlier commit of its own, which had these metrics,
+    such as the steps skipped so far."""
     return replace(rebase(job, run, base, run.num_rows), metrics=metrics)
 
 

@@ -56,7 +56,7 @@ def place_replicas(spec: ModelParallel, num_replicas: int, min_replicas: int) ->
 
 
 def part_per_rank(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
-    """Return one part per rank: the same rank of every replica has the same nodes of the model."""
+    """Return one part per rank: equal ranks of all replicas hold the same nodes of the model."""
     width = len(set(ranks)) or 1
     return tuple(tuple(members[rank::width]) for rank in range(min(width, len(members))))
 
@@ -182,7 +182,7 @@ def segment_rules(
     min_replicas: int = 1,
     exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE,
 ) -> SegmentRules:
-    """Return the rules of one pipeline, or of several that share the rows of each batch.
+    """Return the rules of a party of one pipeline, or of several that share the rows of a batch.
 
     exchange: the exchange of the gradients of equal stages.
     """
