@@ -63,7 +63,7 @@ ALL_SCOPES: Final = frozenset(Scope)
 
 
 def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
-    """Return the scopes together with the lesser scopes that they imply."""
+    """Return the scopes together with the lower scopes that each of them includes."""
     order = list(Scope)
     highest = max((order.index(scope) for scope in scopes), default=-1)
     return frozenset(order[: highest + 1])
@@ -237,13 +237,13 @@ class Names(StrEnum):
 
 
 UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DATA, Names.ORDERED})
-"""The kinds of resources that every permitted caller may name."""
+"""The kinds of resources that any caller who may make the call may also name."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """A row of the table of calls: the scopes or roles of which a caller needs one, and the kind of
-    resource that requests name."""
+    """A row of the table of calls: the scopes or roles that may make the call (one is enough), and
+    the kind of resource that its requests name."""
 
     who: tuple[Who, ...]
     names: Names
@@ -318,7 +318,7 @@ def is_open(method: str) -> bool:
 
 
 def say_needed(needed: Iterable[Who]) -> str:
-    """Format the scopes and roles, of which a caller needs one, for an error message."""
+    """Format the scopes and roles, any one of which is enough for a call, for an error message."""
     words = [
         f"the scope {need}" if isinstance(need, Scope) else f"the role {need}" for need in needed
     ]
@@ -404,7 +404,7 @@ class RevokedFile:
 # ---- Authentication ----
 
 _NUMBERED: Final = "#"
-"""The separator between a token's name and id; no name contains it."""
+"""The separator between a token's name and its id in an owner's name; no token name contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +430,7 @@ class Caller:
 
     @property
     def may(self) -> frozenset[Who]:
-        """Return the caller's scopes and role, at least one of which a call must accept."""
+        """Return the caller's scopes and role; a call must accept at least one of them."""
         return self.scopes if self.cert_id is None else self.scopes | {self.cert_id.role}
 
     @property

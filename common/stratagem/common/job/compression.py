@@ -25,9 +25,9 @@ _OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
     "dimension_fraction": ("vsa",),
     "sketch_codec": ("vsa",),
 }
-"""Options that only some codecs have."""
+"""The options that only some codecs have, each with the names of those codecs."""
 BLOCK: Final = 128
-"""Elements that have a scale in common, where the codec has blocks and no size of them is given."""
+"""The number of elements that share a scale in a codec with blocks, if the job does not say."""
 _BIASED: Final = frozenset({"ternary", "top_k", "low_rank", "vsa"})
 
 

@@ -122,8 +122,8 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
 
 
 def _drawn(job: JobSpec) -> dict[str, str | None]:
-    """Return the entry points in a population's search space and in the settings of a schedule,
-    keyed by the path of their list item."""
+    """Return the entry points among the choices of a population's search space and in the settings
+    of a hyperparameter schedule, keyed by the path of their list item."""
     names: dict[str, str | None] = {}
     schedule = job.hyperparameter_schedule
     for place, setting in enumerate(schedule.settings if schedule else ()):

@@ -76,7 +76,7 @@ LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The names of the built-in losses, each with its keyword arguments."""
 RETURNED: Final = "model"
-"""The name of the loss that the model itself returns, beside its outputs."""
+"""The loss name for a model whose forward itself returns the loss beside its outputs."""
 FROM_LOSS: Final = ("loss", "perplexity")
 """Metrics that can be computed from the loss alone."""
 METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")
@@ -119,17 +119,17 @@ SHARES: Final[Mapping[str, float]] = {
     "client_p90": 0.9,
     CLIENT_MAX: 1.0,
 }
-"""The quantiles over clients that are reported, as shares keyed by name."""
+"""The quantiles over clients that are reported, as numbers in [0, 1] keyed by suffix."""
 
 
 def of_metric(name: str) -> str:
-    """Return "loss" for a spread over clients such as "loss.client_p90"; other names unchanged."""
+    """Return "loss" for a quantile over clients, such as "loss.client_p90"; other names as is."""
     metric, _, last = name.rpartition(".")
     return metric if last in SHARES else name
 
 
 def without_spreads(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics without the entries that describe their spread over clients."""
+    """Return the metrics without the quantiles over clients."""
     return {name: value for name, value in metrics.items() if of_metric(name) == name}
 
 

@@ -34,12 +34,12 @@ REFUSES_INFINITE: Final = 4
 """The first number by which a run ends when parameters are no longer finite."""
 
 OF_SILENT_WORKERS: Final = 2
-"""The newest number that workers of early versions know; they do not report it."""
+"""The newest rules number that workers of early versions know, which report no number."""
 
 
 def knows(newest: int, number: int) -> bool:
-    """Return whether a worker knows the rules `number`. newest: the newest number that the worker
-    reports; 0 if it reports none."""
+    """Return whether a worker knows the numerics rules with this number. newest: the newest number
+    that the worker reports; 0 if it reports none."""
     return (newest or OF_SILENT_WORKERS) >= number
 
 

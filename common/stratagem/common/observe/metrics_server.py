@@ -93,10 +93,7 @@ class Guard:
     @classmethod
     def of(cls, settings: MetricsSettings) -> Self:
         """Return the endpoint's guard, with its own certificate or else that of the process, unless
-        TLS is switched off.
-
-        Raises InvalidInputError if the settings do not fit together.
-        """
+        TLS is switched off. Raises InvalidInputError if the settings do not fit together."""
         cert, key = settings.metrics_tls_cert, settings.metrics_tls_key
         if (cert is None) != (key is None):
             missing = "metrics_tls_key" if key is None else "metrics_tls_cert"

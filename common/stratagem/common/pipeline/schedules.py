@@ -57,10 +57,8 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Return 1F1B with twice the warm-up: a hop between stages then delays no steady pair.
-
-    Keeps min(2 (S − k − 1) + 1, M) activations.
-    """
+    """Return 1F1B with twice the warm-up: a hop between stages then delays no steady pair. Keeps
+    min(2 (S − k − 1) + 1, M) activations."""
     _check(num_stages, num_micro_batches)
     return tuple(
         _pairs(stage, num_micro_batches, 2 * (num_stages - stage - 1))
@@ -69,10 +67,8 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, chunks: int, num_micro_batches: int) -> Schedule:
-    """Return the interleaved 1F1B schedule, arXiv:2104.04473; rank k owns the stages k + v·S.
-
-    M must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up.
-    """
+    """Return the interleaved 1F1B schedule, arXiv:2104.04473; rank k owns the stages k + v·S. M
+    must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up."""
     _check(num_ranks, num_micro_batches)
     if chunks < 1:
         raise InvalidInputError.at("chunks", f"{chunks} is not >= 1")

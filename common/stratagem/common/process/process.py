@@ -142,10 +142,8 @@ def machine_prefix() -> str:
 
 
 def temporary_folder(kind: str, place: Path | None = None) -> OwnFolder:
-    """Make a private temporary folder, and remove those that killed processes have left.
-
-    kind: a word for its name. place: the temporary directory unless given.
-    """
+    """Make a private temporary folder, and remove those that killed processes have left. kind: a
+    word for its name. place: the temporary directory unless given."""
     remove_temporary(place)
     return OwnFolder(place or Path(tempfile.gettempdir()), f"{machine_prefix()}{kind}-")
 

@@ -70,10 +70,8 @@ class Process(Protocol):
 def start(
     argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, with_input: bool
 ) -> Process:
-    """Run a command in a new session, by a fork if possible, with output and errors in the log.
-
-    The command ends with the calling thread, or with this process. with_input: `stdin` is a pipe.
-    """
+    """Run a command in a new session, by a fork if possible, with output and errors in the log. The
+    command ends with the calling thread, or with this process. with_input: `stdin` is a pipe."""
     server = _server_for(environment) if sys.platform == "linux" and _is_program(argv) else None
     if server is not None:
         try:

@@ -334,10 +334,8 @@ def split_addresses(text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Coordinators:
-    """The addresses of a cluster's coordinators, and the one to call now.
-
-    Several channels of one process may share it, and move on together.
-    """
+    """The addresses of a cluster's coordinators, and the one to call now. Several channels of one
+    process may share it, and move on together."""
 
     addresses: tuple[str, ...]
     present: str = field(init=False)

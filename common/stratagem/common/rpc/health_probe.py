@@ -14,10 +14,7 @@ TIMEOUT_S: Final = 3.0
 
 def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> str:
     """Return SERVING or NOT_SERVING as the service at host:port reports, else why there is no
-    answer.
-
-    service: "live" asks a coordinator only whether it works, not whether it leads.
-    """
+    answer. service: "live" asks a coordinator only whether it works, not whether it leads."""
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

@@ -61,10 +61,8 @@ class HttpProxy:
         return f"{self.host}:{self.port}"
 
     def connection(self, address: str, timeout_s: float) -> socket.socket:
-        """Connect to HOST:PORT through the proxy and return the socket.
-
-        Raises ProxyRefusalError or ProxyAwayError, with a sentence on the cause.
-        """
+        """Connect to HOST:PORT through the proxy and return the socket. Raises ProxyRefusalError or
+        ProxyAwayError, with a sentence on the cause."""
         try:
             connection = socket.create_connection((self.host.strip("[]"), self.port), timeout_s)
         except (OSError, UnicodeError) as error:
@@ -234,10 +232,8 @@ def explain(
 
 
 class _Connection(ssl.SSLSocket):
-    """A TLS socket that closes itself if its peer is gone before the handshake.
-
-    wrap_socket() has taken over the descriptor by then, and leaves it open.
-    """
+    """A TLS socket that closes itself if its peer is gone before the handshake. wrap_socket() has
+    taken over the descriptor by then, and leaves it open."""
 
     def getpeername(self) -> object:
         try:

@@ -125,10 +125,8 @@ def add_health(server: grpc.aio.Server) -> HealthService:
 def bind(
     server: grpc.aio.Server, host: str, port: int, *, allow_insecure_network: bool = False
 ) -> int:
-    """Listen in plaintext, port 0 meaning any free one; return the port.
-
-    Nothing here is encrypted or authenticated, so other hosts are admitted only on request.
-    """
+    """Listen in plaintext, port 0 meaning any free one; return the port. Nothing here is encrypted
+    or authenticated, so other hosts are admitted only on request."""
     if not allow_insecure_network and not is_loopback(host):
         raise InvalidInputError.at(
             "host",
@@ -147,11 +145,8 @@ def bind_tls(
     *,
     asks_for_certificate: bool = True,
 ) -> int:
-    """Listen with TLS, port 0 meaning any free one; return the port.
-
-    asks_for_certificate: refuse callers without a certificate of our CA; otherwise callers need a
-    token.
-    """
+    """Listen with TLS, port 0 meaning any free one; return the port. asks_for_certificate: refuse
+    callers without a certificate of our CA; otherwise callers need a token."""
     credentials = server_credentials(files, asks_for_certificate=asks_for_certificate)
     return _listen(host, port, lambda address: server.add_secure_port(address, credentials))
 

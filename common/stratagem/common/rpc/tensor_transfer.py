@@ -163,10 +163,8 @@ async def receive_chunks(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     keep_up: KeepUp | None = None,
 ) -> None:
-    """Write the chunks in messages until the writer is complete; for uploads and downloads.
-
-    keep_up is awaited after each chunk, so that a slow sink can hold up the stream.
-    """
+    """Write the chunks in messages until the writer is complete; for uploads and downloads. keep_up
+    is awaited after each chunk, so that a slow sink can hold up the stream."""
     read = aiter(messages).__anext__
     async with StallTimeout(idle_timeout_s) as peer:
         while not writer.is_complete:

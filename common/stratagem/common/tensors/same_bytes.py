@@ -172,10 +172,8 @@ class ParameterSlice:
 
 
 def slice_name(name: str) -> SliceName | None:
-    """Parse a tensor's name as a slice name; None if it is none.
-
-    Raises InvalidInputError for a name that only begins like one.
-    """
+    """Parse a tensor's name as a slice name; None if it is none. Raises InvalidInputError for a
+    name that only begins like one."""
     if not name.startswith(_PREFIX):
         return None
     *numbers, whole = name.removeprefix(_PREFIX).split("/", 3)
@@ -186,10 +184,8 @@ def slice_name(name: str) -> SliceName | None:
 
 
 def parameter_slice(name: str) -> ParameterSlice | None:
-    """Parse a tensor's name as the name of a slice of a parameter; None if it is none.
-
-    Raises InvalidInputError for a name that only begins like one.
-    """
+    """Parse a tensor's name as the name of a slice of a parameter; None if it is none. Raises
+    InvalidInputError for a name that only begins like one."""
     if not name.startswith(_PARAMETER):
         return None
     place, first, shape, whole = (*name.removeprefix(_PARAMETER).split("/", 3), "", "", "", "")[:4]

@@ -271,10 +271,8 @@ def from_buffers(buffers: Sequence[memoryview], piece_bytes: int = CHUNK_BYTES) 
 
 
 def fill_chunk(chunk: tensor_pb2.Chunk, offset: int, piece: bytes) -> None:
-    """Make `chunk`, a part of a message, carry `piece` at `offset`.
-
-    It is filled in place: setting a whole chunk into a field would copy the payload again.
-    """
+    """Make `chunk`, a part of a message, carry `piece` at `offset`. It is filled in place: setting
+    a whole chunk into a field would copy the payload again."""
     chunk.offset = offset
     chunk.data = piece
     chunk.crc32c = crc32c(piece)

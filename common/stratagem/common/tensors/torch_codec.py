@@ -80,10 +80,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def allocate(manifest: Manifest) -> tuple[Sink, Callable[[], dict[str, Tensor]]]:
     """Allocate the tensors of a checked manifest; return a sink for its byte range, and a function
-    that returns them.
-
-    Each byte is written once, straight into the tensor that it belongs to.
-    """
+    that returns them. Each byte is written once, straight into the tensor that it belongs to."""
     stored = {
         spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
         for spec in manifest.stored()

@@ -77,9 +77,7 @@ class CheckReport:
 
     def attempt(self, check: str, about: str, action: Callable[[], T]) -> T | None:
         """Run a check; return its result, or None if it raises, and then add its errors as faults.
-
-        about: the field to name for errors that name none.
-        """
+        about: the field to name for errors that name none."""
         try:
             return action()
         except UserCodeError as error:

@@ -52,10 +52,8 @@ class TriedStep:
 
 
 def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep:
-    """Make one step of the job, as a single worker would, on the first and the last row.
-
-    Raises whatever training raises.
-    """
+    """Make one step of the job, as a single worker would, on the first and the last row. Raises
+    whatever training raises."""
     few, num_rows = _few_of(data)
     short = _shortened(job, max(num_rows, 1))
     if job.only_evaluates:

@@ -29,10 +29,8 @@ _NO_HUB = "--to hf writes shards with huggingface_hub; pip install huggingface_h
 
 
 def write_hf_folder(model: nn.Module, folder: Path, shard_size: str) -> None:
-    """Write the model as its own library saves it; without a library, as shards with an index.
-
-    Tied tensors are written once. shard_size: such as "5GB". A model of peft writes its adapter.
-    """
+    """Write the model as its own library saves it; without a library, as shards with an index. Tied
+    tensors are written once. shard_size: such as "5GB". A model of peft writes its adapter."""
     save: Any = getattr(model, "save_pretrained", None)
     try:
         if callable(save):
@@ -58,11 +56,8 @@ NUM_ROWS: Final = 3
 
 
 def trained_model(job: JobSpec, site: Site, state: Path) -> nn.Module:
-    """Build the model on the CPU and load a state into it.
-
-    state: a file with all names of the model's state_dict(). Raises InvalidInputError for the state
-    of a different model.
-    """
+    """Build the model on the CPU and load a state into it. state: a file with all names of the
+    model's state_dict(). Raises InvalidInputError for the state of a different model."""
     model = build_model(job, site.entrypoints, device=torch.device("cpu"), fresh=True)
     try:
         model.load_state_dict(load_file(state), strict=True)
@@ -120,9 +115,7 @@ def without_cache(model: nn.Module) -> None:
 
 def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
     """Export the model by torch.export to a file; return the largest difference of an output.
-
-    `torch.export.load(path).module()` is the model, without its code.
-    """
+    `torch.export.load(path).module()` is the model, without its code."""
     args, kwargs = inputs
     program = _exporting(
         lambda: torch.export.export(model, args, kwargs, dynamic_shapes=_free_rows(model, inputs))

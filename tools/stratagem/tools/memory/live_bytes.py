@@ -25,9 +25,7 @@ _READ_VALUE: Final = torch.ops.aten._local_scalar_dense.default
 
 class LiveBytes(TorchDispatchMode):
     """Context manager that counts live storages: each storage made on `device` counts until freed.
-
-    A fake tensor has no values. Where a program reads one (the loss, a norm, a count) it gets 1.
-    """
+    A fake tensor has no values. Where a program reads one (the loss, a norm, a count) it gets 1."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

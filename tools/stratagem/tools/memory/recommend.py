@@ -123,10 +123,7 @@ class StrategyChoice:
 
 def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
     """Return the job with a strategy for its parallelism, and the reason; "" if the job asks for
-    none.
-
-    Raises InvalidInputError, naming execution.parallelism, if that is impossible.
-    """
+    none. Raises InvalidInputError, naming execution.parallelism, if that is impossible."""
     if job.execution.parallelism == "None":
         return job, ""
     choice = choose(job, site, fleet)
@@ -282,10 +279,8 @@ def _weights(
 
 
 def balanced(weights: Sequence[int], number: int) -> list[range]:
-    """Cut a row of weights into `number` non-empty pieces, the heaviest as light as possible.
-
-    Of equally good cuts, the one with the earliest cuts is taken.
-    """
+    """Cut a row of weights into `number` non-empty pieces, the heaviest as light as possible. Of
+    equally good cuts, the one with the earliest cuts is taken."""
     if not 1 <= number <= len(weights):
         raise ValueError(f"{len(weights)} weights cannot make {number} pieces")
     sums = [0]
