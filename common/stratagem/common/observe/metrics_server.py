@@ -70,7 +70,7 @@ class MetricsSettings(Protocol):
 
 
 def deployment_of(settings: MetricsSettings) -> str:
-    """Return the name of the deployment: the setting, or else the certificate's trust domain."""
+    """Return the deployment's name: the setting if given, else the certificate's trust domain."""
     if settings.metrics_deployment:
         return settings.metrics_deployment
     if settings.tls_ca is None or settings.tls_cert is None:
@@ -81,7 +81,8 @@ def deployment_of(settings: MetricsSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The access control of a metrics endpoint; without any files it is plaintext and open."""
+    """The access rules of a metrics endpoint (TLS, token); without files it is open and
+    plaintext."""
 
     cert: Path | None = None
     key: Path | None = None
@@ -257,7 +258,7 @@ class _Handler:
         self._num_open = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request of a connection, and close it."""
+        """Answer the single request of this HTTP connection, and close the connection."""
         self._num_open += 1
         try:
             if self._num_open <= MAX_CONNECTIONS:
@@ -348,12 +349,12 @@ class CallStats:
         seconds.add(time.perf_counter() - began_s)
 
     def refuse(self, method: str, code: str, error: str) -> None:
-        """Count a call that was refused, or failed, with this status."""
+        """Count a call that was refused or has failed, under its gRPC code and error name."""
         self.refused[method, code, error] += 1
 
 
 def methods_of(*services: ServiceDescriptor) -> list[str]:
-    """Return the names under which the methods of these services are counted."""
+    """Return the names under which calls of these services' methods are counted."""
     return [f"{service.name}/{method.name}" for service in services for method in service.methods]
 
 
@@ -387,8 +388,8 @@ METRICS: Final = "metrics"
 
 
 def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
-    """Yield two metrics, the begin and the end of each certificate's validity, labelled by role;
-    without values if there are no certificates."""
+    """Yield two metrics, the begin and the end of the validity of this process's certificates,
+    labelled by role; without values if there are none."""
     links = _links(settings)
     yield EXPIRY, {(role,): link.ends.timestamp() for role, link in links.items()}
     yield START, {(role,): link.starts.timestamp() for role, link in links.items()}

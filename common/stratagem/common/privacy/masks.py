@@ -78,7 +78,7 @@ class MaskedLayout:
         yield from zip(self._specs, self._firsts, strict=True)
 
     def place(self, offset: int) -> int:
-        """Return the index in the update of the element at a byte offset of the model's data."""
+        """Return the index in the update of the element at this byte offset of the model's data."""
         index = int(np.searchsorted(self._offsets, offset, side="right")) - 1
         spec = self._specs[index]
         return self._firsts[index] + (offset - spec.offset) // dtype_named(spec.dtype).item_bytes

@@ -29,7 +29,7 @@ def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> 
 
 
 def _why(error: grpc.RpcError, address: str, timeout_s: float) -> str:
-    """Return why there is no answer; gRPC's text unless the service is away or too slow."""
+    """Return why there is no answer; gRPC's own text unless the service is away or too slow."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return f"nobody answers at {address}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -46,7 +46,8 @@ MAX_ANSWER_BYTES: Final = 16 * 2**10
 MAX_STATUS_CHARS: Final = 200
 _PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS: Final = ("no_grpc_proxy", "no_proxy")
-"""Environment variables with hosts that need no proxy; gRPC takes the first that is set."""
+"""Environment variables that list hosts to reach without proxy; gRPC takes the first that is
+set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def _first_set(names: tuple[str, ...]) -> str:
 
 
 def _answer(connection: socket.socket) -> bytes:
-    """Read the head of the proxy's answer, and leave the rest in the socket."""
+    """Read the head of the proxy's HTTP answer; what follows stays unread in the socket."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         byte = connection.recv(1)
@@ -192,7 +193,8 @@ async def identity_problem(
     *,
     lasting: bool = False,
 ) -> str:
-    """Return a sentence on why a call failed; "" if neither identity nor a proxy is the reason.
+    """Return a sentence on why a call failed; "" unless identity (TLS, token) or a proxy is the
+    reason.
 
     to_worker, proxy: as given to open_channel. lasting: leave out a transient cause, which is a
     proxy that cannot be reached or does not reach the address.
@@ -212,8 +214,8 @@ def explain(
     proxy: str = "",
     lasting: bool = False,
 ) -> str:
-    """Probe a server by hand, and describe why a caller cannot connect; "" if a handshake works, or
-    no server can be reached at all. lasting: leave out transient causes."""
+    """Make a handshake by hand, and return a sentence on why a caller cannot connect to a server;
+    "" if it works, or no server can be reached at all. lasting: leave out transient causes."""
     probe = _Probe(address, timeout_s, proxy_for(address, proxy))
     try:
         if proof.tls is None:
@@ -232,8 +234,7 @@ def explain(
 
 
 class _Connection(ssl.SSLSocket):
-    """A TLS socket that closes itself if its peer is gone before the handshake. wrap_socket() has
-    taken over the descriptor by then, and leaves it open."""
+    """A TLS socket that closes its descriptor if the peer has gone before the handshake."""
 
     def getpeername(self) -> object:
         try:
@@ -250,7 +251,7 @@ class _Probe:
     proxy: HttpProxy | None
 
     def handshake(self, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
-        """Do a TLS handshake; return the socket. Raises OSError, of which SSLError is one."""
+        """Make a TLS handshake; return the socket. Raises OSError, of which SSLError is one."""
         context.set_alpn_protocols(["h2"])
         context.sslsocket_class = _Connection
         plain = self._connection()
@@ -311,7 +312,7 @@ def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -
 
 
 def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: str) -> str:
-    """Describe what is wrong with the server's certificate."""
+    """Return a sentence on what is wrong with the server's certificate."""
     from cryptography import x509
 
     from stratagem.common.identity.tls import names_of
@@ -342,7 +343,7 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
 
 
 def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
-    """Say which certificate has expired, the server's or an authority that we trust."""
+    """Return a sentence on which certificate has expired: the server's or a trusted authority's."""
     from cryptography import x509
 
     authorities = x509.load_pem_x509_certificates(Path(files.ca).read_bytes())
@@ -354,7 +355,7 @@ def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
 
 
 def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
-    """Describe what is wrong with our certificate, which the server rejected."""
+    """Return a sentence on what is wrong with our own certificate, which the server rejected."""
     if material.cert is None:
         return (
             f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "

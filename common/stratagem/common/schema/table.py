@@ -138,8 +138,8 @@ def _read(
 
 
 def found_in(table: Table, made: Any) -> Iterator[Violation]:
-    """Yield the violations of a table in a document value. A row or function that reads an invalid
-    field stops there."""
+    """Yield the violations of a table's rows in a document value. A row or function that reads an
+    invalid field stops there."""
     for part in table:
         try:
             if isinstance(part, Under):
@@ -168,7 +168,7 @@ def _refused(rows: Iterable[RuleRow], made: Any) -> Iterator[Violation]:
 
 
 def _of_items(case: str, says: str, made: Any) -> Iterator[RuleRow]:
-    """Yield a row for each item of the list whose path has `[]` in the case."""
+    """Yield a row of the table for each item of the list whose path has `[]` in the row's case."""
     path = next(word for word in case.split() if _OF_ITEMS in word).partition(_OF_ITEMS)[0]
     try:
         num_items = len(value_at(made, steps_of(path)) or ())
@@ -201,7 +201,7 @@ def _compares(value: Any, compare: str, others: Path, made: Any) -> bool:
 
 
 def _is_said(around: Any, path: Path, value: Any) -> bool:
-    """Return whether a value is set, that is, differs from its default."""
+    """Return whether a value in the document is set, that is, differs from its default."""
     if value is False or value == ():
         return False
     kind: Any = type(around)
@@ -214,7 +214,7 @@ def value_at(made: Any, path: Path) -> Any:
 
 
 def _at(made: Any, path: Path) -> tuple[Any, Any]:
-    """Return the object that contains the value at a path, and then that value."""
+    """Return the object that holds the value at a path, and the value."""
     around = None
     for step in path:
         around = made
@@ -236,7 +236,7 @@ def _default(cls: Any, name: str | int) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages and conditions name it: a choice by the name of its class."""
+    """Return the value that messages and conditions show: for a choice the name of its class."""
     is_choice = not isinstance(value, str) and hasattr(value, "__pydantic_fields__")
     return type(value).__name__ if is_choice else str(value)
 
