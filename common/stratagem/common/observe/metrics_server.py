@@ -81,8 +81,7 @@ def deployment_of(settings: MetricsSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The access rules of a metrics endpoint (TLS, token); without files it is open and
-    plaintext."""
+    """The access rules of a metrics endpoint (TLS, token); without files it is plain and open."""
 
     cert: Path | None = None
     key: Path | None = None

@@ -46,8 +46,7 @@ MAX_ANSWER_BYTES: Final = 16 * 2**10
 MAX_STATUS_CHARS: Final = 200
 _PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS: Final = ("no_grpc_proxy", "no_proxy")
-"""Environment variables that list hosts to reach without proxy; gRPC takes the first that is
-set."""
+"""Environment variables with hosts to reach without a proxy; gRPC takes the first that is set."""
 
 
 @dataclass(frozen=True, slots=True)

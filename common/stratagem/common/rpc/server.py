@@ -200,8 +200,7 @@ class _Rules(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Handler, call: "_Call") -> Handler:
-    """Return a handler with our rules around the given one; it reads even a single request as a
-    stream."""
+    """Wrap a handler with our rules for calls; the result reads even one request as a stream."""
     behaviour = getattr(handler, _KINDS[(handler.request_streaming, handler.response_streaming)])
     make: Callable[..., Handler] = grpc.stream_unary_rpc_method_handler
     if handler.response_streaming:

@@ -287,8 +287,7 @@ async def _receive(
     keep_up: KeepUp | None,
     near: Near | None,
 ) -> bool:
-    """Receive the content of a download call; return False for an offered file that is
-    unreadable."""
+    """Receive the content of a download call; return False for an unreadable offered file."""
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":

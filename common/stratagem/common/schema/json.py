@@ -124,7 +124,7 @@ def join(path: str, name: str) -> str:
 
 
 def under(path: str, violations: Iterable[Violation]) -> tuple[Violation, ...]:
-    """Return the violations of an inner value, whose place in the outer document is `path`."""
+    """Return an inner value's violations, their fields prefixed by its `path` in the document."""
     return tuple(
         Violation(join(path, violation.field), violation.message) for violation in violations
     )

@@ -85,7 +85,7 @@ DIRECT_ALL_REDUCE: Final = "direct"
 WHOLE_STATE: Final = "none"
 FULL_SLICES: Final = "full"
 FEWEST_MIRRORED: Final = 3
-"""The smallest number of workers for which two slices are less than the whole."""
+"""The smallest number of workers at which two of the state's slices are less than all of it."""
 
 
 class Local(DocumentValue, tag="type"):
@@ -136,7 +136,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
 
     @property
     def are_replicas_alike(self) -> bool:
-        """Return whether all replicas hold the same state wherever a segment may end."""
+        """Return whether all replicas hold equal states wherever a segment may end."""
         return self.fragments == 1 and not self.overlap_steps and not self.mixed_share
 
     @property
@@ -244,12 +244,12 @@ class FederatedOptions(DocumentValue, is_extras=True):
 
     @property
     def has_client_state(self) -> bool:
-        """Return whether clients keep a state of their own between rounds."""
+        """Return whether clients keep a state of their own from one round to the next."""
         return self.has_own_models or self.control is not None
 
     @property
     def has_own_models(self) -> bool:
-        """Return whether a client keeps a model, or a part of one, that it is evaluated with."""
+        """Return whether clients keep models, or parts, that they are evaluated with."""
         return self.personal is not None or self.ditto is not None
 
     @property
@@ -338,7 +338,7 @@ def is_distributed(strategy: Strategy) -> bool:
 
 
 def levels(strategy: Strategy, path: str = "strategy") -> Iterator[tuple[str, Strategy]]:
-    """Yield (path, strategy) for the strategy and each one nested in it, outermost first."""
+    """Yield (path, strategy) for the strategy and all strategies nested in it, outermost first."""
     yield path, strategy
     inner: Strategy | None = getattr(strategy.options, "inner", None)
     if inner is not None:
@@ -394,8 +394,8 @@ def num_fragments_of(strategy: Strategy) -> int:
 
 
 def are_models_apart(strategy: Strategy) -> bool:
-    """Return whether the workers of a party hold different models between two steps: nodes that
-    gossip, and replicas that take local steps."""
+    """Return whether a party's workers hold different models between two steps, as with gossip or
+    local steps."""
     is_gossip = isinstance(strategy, DataParallel) and isinstance(
         strategy.aggregation, Decentralized
     )
@@ -427,7 +427,7 @@ def is_cut(strategy: Strategy) -> bool:
 
 
 def region_names(outer: Federated) -> tuple[str, ...]:
-    """Return the names of the regions, in order; numbers if the job names none."""
+    """Return the names of a federation's regions, sorted; numbers if the job names none."""
     regions = outer.options.regions
     return tuple(sorted(regions)) if regions else tuple(map(str, range(outer.num_clients)))
 
@@ -452,7 +452,7 @@ def clients_by_region(outer: Federated, inner: Federated) -> tuple[tuple[int, ..
 
 
 class _Document(Section):
-    """A one-field document around a strategy, so that error paths begin with its field name."""
+    """A document whose one field is a strategy, so that error paths begin with the field's name."""
 
     strategy: StrategyField
 
@@ -464,7 +464,7 @@ def parse_strategy(source: object) -> Strategy:
 
 
 def dump_strategy(strategy: Strategy) -> dict[str, JSON]:
-    """Return the strategy as JSON, tag first; without extras it is the form shared with Rust."""
+    """Return the strategy as JSON, type first; without extras it is the form shared with Rust."""
     written = _Document(strategy=strategy).document()["strategy"]
     assert isinstance(written, dict)
     return written

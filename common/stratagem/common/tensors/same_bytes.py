@@ -62,7 +62,7 @@ def same_bytes(
 
 
 def _joined(ranges: list[SameBytes], at: SameBytes) -> bool:
-    """Extend the last range by this one if they are contiguous; return whether they were."""
+    """Extend the last range by this one if they touch in both states; return whether they did."""
     if not ranges:
         return False
     last = ranges[-1]
@@ -99,7 +99,7 @@ def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> 
 
 
 def changed_ranges(same: Sequence[SameBytes], total_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) of each non-empty gap between the equal ranges, in order."""
+    """Yield the (start, end) of each non-empty range between the equal ranges, in order."""
     start = 0
     for span in (*same, SameBytes(total_bytes, 0, 0)):
         if span.offset > start:
@@ -138,12 +138,12 @@ _PARAMETER: Final = "parameter/"
 
 @dataclass(frozen=True, slots=True, order=True)
 class SliceName:
-    """A parsed slice name; sorted slices are in the tensor order of an undivided state."""
+    """The parsed name of a slice of optimizer state; sorted, slices are in the undivided order."""
 
     parameter: int
     """The index of the parameter, from 0."""
     place: int
-    """The index among the tensors kept for the parameter."""
+    """The index among the tensors that the optimizer keeps for the parameter."""
     first: int
     """The index of the slice's first element in the parameter."""
     whole: str
@@ -155,7 +155,7 @@ class SliceName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ParameterSlice:
-    """The parsed name of a slice of a parameter that no member holds as a whole."""
+    """The parsed name of a slice of a parameter that is divided among the members of a party."""
 
     place: int
     """The index of the parameter among all tensors of the model, from 0."""

@@ -136,8 +136,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def element_type(field: str, tensor: Tensor) -> DTypeInfo:
-    """Return the element type of a tensor to send. Raises InvalidInputError at `field` if it is
-    unsupported."""
+    """Return a tensor's element type. Raises InvalidInputError at `field` if it is unsupported."""
     if tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         text = f"is a tensor of layout {layout}; allowed is strided, which `to_dense()` makes"
