@@ -347,8 +347,8 @@ def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _advertising(settings: WorkerSettings) -> Iterator[Finding]:
-    """Check that other processes can resolve and reach the worker's advertised address, which is
-    unused with a tunnel."""
+    """Check that other processes can resolve and reach the worker's advertised address, unless it
+    uses a tunnel."""
     if settings.tunnel:
         return
     host = split_address(advertised(settings, split_address(settings.listen)[1]))[0].strip("[]")

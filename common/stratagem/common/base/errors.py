@@ -225,14 +225,14 @@ class RunFailedError(StratagemError):
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Return the individual exceptions of a (nested) exception group, in order."""
+    """Return the individual exceptions inside an exception group, which may be nested, in order."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for exception in error.exceptions for leaf in leaves(exception)]
     return [error]
 
 
 def sole(error: BaseException) -> BaseException:
-    """Return a group's exception if all its exceptions are alike; otherwise the group itself."""
+    """Return a group's first exception if all of them say the same; otherwise the group itself."""
     causes = leaves(error)
     same = {(type(leaf), str(leaf)) for leaf in causes}
     return causes[0] if len(same) == 1 else error

@@ -117,7 +117,7 @@ class WatchedFiles(Generic[T]):
         self._unusable, self._renewed = unusable, renewed
         self._seen = self._stamp()
         self.content = read()
-        """The content as of the last call of `renewed`."""
+        """The parsed content of the files, as of the last call of `renewed`."""
 
     def renewed(self) -> bool:
         """Reload the files if one has changed; return whether `content` has been replaced."""

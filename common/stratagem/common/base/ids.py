@@ -122,7 +122,7 @@ _are_checked: ContextVar[bool] = ContextVar("limits are checked", default=True)
 
 
 def are_checked() -> bool:
-    """Return whether size limits apply now: they do, except inside a block of `lifted`."""
+    """Return whether size limits apply here: they do, except inside a block of `lifted`."""
     return _are_checked.get()
 
 

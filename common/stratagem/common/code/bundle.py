@@ -43,7 +43,7 @@ _FIELD: Final = "code"
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return the canonical archive of files keyed by name, such as "package/module.py". Raises
+    """Return the canonical zip archive of files keyed by name, such as "package/module.py". Raises
     InvalidInputError for a name that is not allowed, LimitError for too much content."""
     check_size({name: len(content) for name, content in files.items()})
     check_names(files)
@@ -89,7 +89,7 @@ def manifest_of(archive: bytes) -> Manifest:
 
 
 def digest_of(archive: bytes) -> Digest:
-    """Return the digest that names a bundle: the digest of the blob that holds the archive."""
+    """Return the digest that names a code bundle: that of the blob which holds this archive."""
     return Digest(manifest_of(archive).digest)
 
 

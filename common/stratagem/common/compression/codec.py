@@ -60,14 +60,14 @@ class Codec(Protocol):
 
     @property
     def payload_bytes(self) -> int:
-        """Return the size of every payload, metadata included; it follows from the layout alone."""
+        """Return the size of a payload, metadata included; the layout alone determines it."""
 
     @property
     def bypassed(self) -> tuple[str, ...]:
-        """Return the names of the tensors sent uncoded, since coding would save nothing."""
+        """Return the names of the tensors that are sent uncoded, since coding saves nothing."""
 
     def initial_state(self) -> State:
-        """Return the state before the first payload; empty for a stateless codec."""
+        """Return the codec's state before the first payload; empty for a stateless codec."""
 
     def encode(
         self, tensors: Sequence[FloatArray], state: State, key: int
@@ -209,7 +209,7 @@ def to_bytes(values: NDArray[np.generic]) -> ByteArray:
 
 
 def from_bytes(payload: ByteArray, dtype: str) -> NDArray[Any]:
-    """View the bytes, at any address, as elements of this type."""
+    """Return the bytes, at any address, as a view with elements of this type."""
     return np.ascontiguousarray(payload).view(dtype)
 
 
@@ -228,7 +228,7 @@ def joined(parts: Sequence[ByteArray]) -> ByteArray:
 
 
 def split(payload: ByteArray, sizes: Sequence[int]) -> list[ByteArray]:
-    """Split a payload that `joined` made. Raises ValueError unless the sizes add up."""
+    """Split a payload that `joined` made into parts. Raises ValueError unless sizes add up."""
     _check_size(payload, sum(sizes))
     ends = np.cumsum([0, *sizes])
     return [payload[a:b] for a, b in itertools.pairwise(ends)]

@@ -188,7 +188,7 @@ Trits = NDArray[np.int8]
 
 _CODES: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
 _QUADS: Final = (_CODES & 1).astype(np.int8) - (_CODES >> 1).astype(np.int8)
-"""Lookup table (256, 4): the four ternary elements that each byte stands for."""
+"""The lookup table (256, 4) of the four ternary elements that each value of a byte stands for."""
 
 
 class Ternary:

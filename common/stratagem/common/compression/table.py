@@ -42,8 +42,9 @@ def make_codec(
     with_feedback: bool = True,
     numerics: int = CURRENT,
 ) -> Codec:
-    """Return the section's codec for a layout. seed: the job's seed; `spec.seed` takes precedence.
-    with_feedback: add error feedback if the section asks; the caller must keep the residuals."""
+    """Return the codec of a section `compression` for a layout. seed: the job's seed; `spec.seed`
+    takes precedence. with_feedback: add error feedback if the section asks; the caller must keep
+    the residuals."""
     codec = _bare_codec(spec, layout, seed if spec.seed is None else spec.seed, numerics)
     return ErrorFeedback(layout, codec) if spec.has_feedback and with_feedback else codec
 

@@ -260,7 +260,7 @@ class Vsa:
         ]
 
     def sketch(self, place: int, key: int) -> Sketch:
-        """Return the sketch of the tensor at this index, for the payload with this key."""
+        """Return the count sketch of the tensor at this index, for the payload with this key."""
         spec = self._layout[place]
         return Sketch(derive(key, name_seed(spec.name)), spec.numel, self.dimension)
 

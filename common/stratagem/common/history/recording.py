@@ -41,7 +41,7 @@ MAX_NAME: Final = 128
 
 
 class Series(NamedTuple):
-    """The name of a series, and whether its values depend on clocks and machines."""
+    """The name of a series of values, and whether the values depend on clocks and machines."""
 
     name: str
     observed: bool = False
@@ -142,7 +142,7 @@ class Recorder:
             its.num_taken = 0
 
     def end(self) -> SeriesRows:
-        """Close all open rows, and return the rows that were closed since the last call."""
+        """Close all rows that are still open, and return the rows closed since the last call."""
         self._fold()
         for its in self._series.values():
             its.num_closed = len(its.rows)
@@ -176,7 +176,7 @@ MAX_UNPACKED_BYTES: Final = MAX_SERIES * (MAX_ROWS + 1) * ROW_BYTES + (1 << 18)
 """The largest size of the unpacked rows and names of one recording."""
 
 _PART_ROWS: Final = 5000
-"""The number of rows that fit in one part even if nothing can be compressed."""
+"""The number of rows that fit in one packed part even if compression saves nothing."""
 _LEVEL: Final = 3
 """The zlib level, with an output some percent larger than at a higher level, in half the time."""
 _LENGTH: Final = struct.Struct("<I")
@@ -319,7 +319,7 @@ class StageAction:
 
 
 def party_of_stage(stage: int) -> str:
-    """Return the name of the sub-party under which the actions of a stage are reported."""
+    """Return the name of the sub-party under which the actions of a pipeline stage are reported."""
     return f"{_PARTY}/{stage}"
 
 

@@ -16,7 +16,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.schema.json import JSON, dump_json
 
 GENESIS: Final = "0" * 64
-"""The `previous` hash of the first line."""
+"""The value of `previous` in the first line of an audit log."""
 TORN: Final = "torn"
 """The kind of a line that replaces a line of which a crash left only a part."""
 MAX_LINE_BYTES: Final = 64 << 10
@@ -30,9 +30,9 @@ class CheckedAudit:
     head: str
     """The hash of the last line; kept elsewhere, it proves that no line up to it has changed."""
     num_torn: int
-    """The number of lines that replace partial ones."""
+    """The number of lines that replace partial lines left by crashes."""
     is_torn: bool
-    """The file ends in a partial line."""
+    """True if the file ends in a partial line, left by a crash."""
 
 
 def line_of(record: Mapping[str, JSON], previous: str) -> bytes:

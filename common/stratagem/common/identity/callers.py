@@ -127,7 +127,7 @@ def read_tokens(path: Path) -> tuple[KnownToken, ...]:
 
 
 class TokenBook:
-    """The records of a tokens file, reloaded when it changes."""
+    """The token records in a tokens file of a server, reloaded when the file changes."""
 
     def __init__(self, path: Path) -> None:
         """Read the file; one that does not exist yet has no tokens. Raises InvalidInputError if
@@ -154,7 +154,7 @@ class TokenBook:
 
 
 class TokenFile:
-    """The token that this process shows to servers, reloaded when its file changes."""
+    """The token that this process sends to servers, reloaded when its file changes."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
@@ -178,7 +178,7 @@ class TokenFile:
 
 
 def token_in(metadata: Iterable[tuple[str, Any]]) -> str:
-    """Return the token that a call carries, or ""."""
+    """Return the token in the metadata of a call, or "" if it carries none."""
     given = [str(value) for key, value in metadata if key == HEADER]
     return given[0].removeprefix(_SCHEME) if len(given) == 1 else ""
 
@@ -221,7 +221,7 @@ Who = Role | Scope | Anyone
 
 
 class Names(StrEnum):
-    """The kind of resource that a request names, which decides how ownership is checked."""
+    """The kind of resource that a call's requests name, which decides how ownership is checked."""
 
     NOTHING = "nothing that has an owner"
     SHARED_RUN = "a run: with `read` all runs are visible, and their states"
@@ -419,8 +419,8 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """Return the name under which the caller owns what it creates. A new token inherits nothing
-        from a revoked one of its name; a renewed certificate has the same owner."""
+        """Return the name under which the caller owns what it creates. A new token is another owner
+        than a removed one of its name; a renewed certificate is the same."""
         return f"{self.name}{_NUMBERED}{self.token_id}" if self.token_id else self.name
 
     @property
@@ -472,7 +472,7 @@ _check_again: ContextVar[Callable[[], None] | None] = ContextVar("check_again", 
 
 
 def current_caller() -> Caller:
-    """Return the caller of the call that this task serves."""
+    """Return the authenticated caller of the call that this task serves."""
     return _caller.get()
 
 

@@ -128,7 +128,7 @@ def subject(common_name: str) -> x509.Name:
 
 
 def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
-    """Return a builder for a certificate that is valid from now until `ends`."""
+    """Return a builder for an X.509 certificate that is valid from now until `ends`."""
     return (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -339,7 +339,7 @@ def issue(
     days: int | None = None,
 ) -> list[Path]:
     """Sign certificates for more processes with an existing authority; return their paths. renew:
-    replace existing certificates, without names all of them."""
+    replace existing certificates, all of them if no names are given."""
     named = _signed(folder)
     authority = Authority(folder, named[0].trust_domain)
     wanted: list[tuple[Role, str, Sequence[str]]]
@@ -387,7 +387,7 @@ def _valid(days: int | None) -> timedelta | None:
 def _named(
     workers: Sequence[str], pools: Sequence[str], clients: Sequence[str]
 ) -> list[tuple[Role, str]]:
-    """Return the (role, name) of each wanted certificate. Raises InvalidInputError for an invalid
+    """Return the (role, name) of each certificate to make. Raises InvalidInputError for an invalid
     name."""
     return [
         *((Role.WORKER, check_worker_id(worker)) for worker in workers),
@@ -404,7 +404,7 @@ def _file_name(cert_id: CertId) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The contents of a certificate in the form for people."""
+    """The contents of a certificate, as shown to people."""
 
     file: str
     role: str

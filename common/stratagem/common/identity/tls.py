@@ -221,7 +221,7 @@ class Material:
     key: bytes | None
     cert_id: CertId | None
     chain: Chain = ()
-    """The certificate and the known authorities above it; empty without a certificate."""
+    """The process's certificate and the known authorities above it; empty without a certificate."""
 
     @property
     def expires(self) -> datetime | None:

@@ -126,7 +126,7 @@ def _intervals(job: Any) -> Iterator[tuple[str, Every]]:
 
 
 def check_units(job: Any) -> Iterator[Violation]:
-    """Yield an error for each interval in a unit that the strategy does not count in."""
+    """Yield an error for each interval whose unit is not one that the strategy counts in."""
     kind = job.strategy.type
     by_kind = {
         "Federated": ("round",),
@@ -241,7 +241,7 @@ def check_order_of_sums(job: Any) -> Iterator[Violation]:
 
 
 def check_pipeline_accumulation(job: Any) -> Iterator[Violation]:
-    """Yield an error if `accumulation` contradicts the micro-batches of the innermost pipeline."""
+    """Yield an error if `accumulation` contradicts the innermost pipeline's micro-batches."""
     spec, (*_, (_, innermost)) = job.accumulation, levels(job.strategy)
     pipeline = innermost.communication if isinstance(innermost, ModelParallel) else None
     if not isinstance(pipeline, Pipeline):
@@ -460,7 +460,7 @@ def _mixing_rows(graph: GraphSpec, path: str) -> Iterator[Violation]:
 
 
 def check_graph_strategy(job: Any) -> Iterator[Violation]:
-    """Yield an error if the model graph names a strategy other than that of the job."""
+    """Yield an error if the model graph names a strategy that differs from the job's."""
     graph = job.model.graph
     if graph is None or graph.training_strategy is None:
         return

@@ -108,8 +108,8 @@ class CompressionSpec(Section):
 def exchanged_codec(
     compression: CompressionSpec | None, strategy: Strategy
 ) -> CompressionSpec | None:
-    """Return the codec of the gradients that replicas exchange, from whichever section sets it;
-    None if they are sent uncoded."""
+    """Return the section with the codec of the gradients that replicas exchange, wherever it is
+    set; None if they are sent uncoded."""
     if isinstance(strategy, DataParallel) and strategy.options.outer_bits is not None:
         bits = strategy.options.outer_bits
         return CompressionSpec(codec="int8" if bits == 8 else "int4", block=BLOCK)

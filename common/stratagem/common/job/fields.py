@@ -109,7 +109,7 @@ def check_loss_kwargs(name: str, kwargs: Mapping[str, Any]) -> Iterator[Violatio
 # such as `test.accuracy.client_p10` beside `test.accuracy`.
 
 CLIENT_MEAN: Final = "client_mean"
-"""The suffix of the mean over clients, for metrics that are no sums over rows."""
+"""The suffix of a metric's mean over clients, for metrics that are no sums over rows."""
 CLIENT_MIN: Final = "client_min"
 CLIENT_MAX: Final = "client_max"
 SHARES: Final[Mapping[str, float]] = {
@@ -134,7 +134,7 @@ def without_spreads(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def range_of(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """Return the smallest and the largest value of a metric over clients; None if they are unknown.
+    """Return the smallest and the largest value that a metric has on one client; None if unknown.
 
     Only the mean over clients has a range; a value over all rows may lie outside of it.
     """

@@ -56,7 +56,7 @@ _ABSENT: Any = None
 _IF_THERE = WrapSerializer(lambda section, write: None if section is None else write(section))
 
 _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"}
-"""The unit in which a strategy counts its evaluations by default; epochs for others."""
+"""The default unit of the interval between evaluations, keyed by strategy; epochs for others."""
 
 
 class JobSpec(Section):

@@ -42,7 +42,7 @@ WITHOUT_PARAMETERS: Final = frozenset({
     "ConstantPad1d", "ConstantPad2d", "ReflectionPad2d", "ReplicationPad2d",
     "Add", "Multiply", "Concat", "Select", "Permute", "Mean",
 })
-"""Modules of a graph that have nothing to train."""
+"""The module types in a graph that have no parameters to train."""
 # fmt: on
 
 
@@ -122,7 +122,7 @@ def effective(strategy: Strategy, graph: GraphSpec) -> Strategy:
 
 
 def _groups(graph: GraphSpec, path: str) -> Iterator[tuple[str, SubgraphSpec, DataParallel]]:
-    """Yield each subgraph that is a group of replicas as (path, subgraph, strategy)."""
+    """Yield (path, subgraph, strategy) for each subgraph that is replicated by DataParallel."""
     for sub in graph.subgraphs:
         place, strategy = f"{path}.subgraphs.{sub.id}", sub.graph.training_strategy
         if isinstance(strategy, DataParallel):

@@ -308,7 +308,8 @@ KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "rprop": ("differentiable", "etas", "maximize", "step_sizes"),
     "sgd": ("dampening", "differentiable", "momentum", "nesterov", *_ALL),
 }
-"""The keywords of each optimizer by lower-case name; all have `lr`, `schedule`, `clip_norm`."""
+"""The keywords of each optimizer, keyed by lower-case name; all take `lr`, `schedule`,
+`clip_norm`."""
 
 _SWITCHES: Final = frozenset((
     *("amsgrad", "centered", "decoupled_weight_decay", "differentiable", "maximize", "nesterov"),
@@ -319,7 +320,7 @@ _OTHERS: Final = frozenset({"adjust_lr_fn"})
 
 
 def why_no_value(optimizer: str, keyword: str, value: Any) -> str:
-    """Return why a value has a wrong type for an optimizer's keyword; "" if it is right."""
+    """Return why a value has a wrong type for an optimizer's keyword, or "" if it is right."""
     if keyword in _SWITCHES:
         return "" if isinstance(value, bool | int) else f"{value!r} is not true or false"
     several = _SEVERAL.get(keyword)

@@ -39,7 +39,7 @@ class NodeInput:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A tuple of several sources."""
+    """A tuple of several sources (node outputs, model inputs), used as one value."""
 
     parts: "tuple[Source, ...]"
 

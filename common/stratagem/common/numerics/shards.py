@@ -39,7 +39,7 @@ def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
 
 
 def assign_shards(num_shards: int, num_members: int) -> tuple[range, ...]:
-    """Return a contiguous range of shards per member, by rank, as even as possible."""
+    """Return the contiguous range of shards of each member, by rank, as even as possible."""
     return split_rows(num_shards, num_members)
 
 
@@ -85,8 +85,8 @@ def parent(low: Node, high: Node, n: int) -> Node | None:
 
 
 def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """Add partial sums, which are nodes that cover the tree, up to the sum over [0, n). add(left,
-    right) may overwrite left and return it."""
+    """Add the partial sums of nodes that cover the summation tree, and return the sum over [0, n).
+    add(left, right) may overwrite left and return it."""
 
     def value(node: Node) -> T:
         if node in partials:
@@ -109,7 +109,7 @@ def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
 
 
 def pairwise_sum(values: NDArray[np.floating[Any]]) -> float:
-    """Return the sum of values, (n,), in float64 and tree order; 0 for none, never -0."""
+    """Return the sum of values, (n,), in float64, added in tree order; 0 for none, never -0."""
     total = values.astype(np.float64)
     while total.size > 1:
         pairs = total[: total.size - total.size % 2]

@@ -189,7 +189,7 @@ def _malloc(about: str, said: str) -> Finding:
 
 
 def disk(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
-    """Yield findings on free space and fsync time of the disk for durable data, if there is one."""
+    """Yield findings on the disk for durable data, if there is one: free space, fsync time."""
     if not environment.data_dir:
         return
     free, total = environment.data_free_bytes, environment.data_total_bytes

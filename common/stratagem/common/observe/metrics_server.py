@@ -86,14 +86,14 @@ class Guard:
     cert: Path | None = None
     key: Path | None = None
     client_ca: Path | None = None
-    """The authorities, one of which must have signed the scraper's certificate; None: no check."""
+    """The authorities of which one must have signed the scraper's certificate; None: no check."""
     token_file: Path | None = None
     """The file with the token that scrapers must send as `Authorization: Bearer`."""
 
     @classmethod
     def of(cls, settings: MetricsSettings) -> Self:
-        """Return the endpoint's guard, with its own certificate or else that of the process, unless
-        TLS is switched off. Raises InvalidInputError if the settings do not fit together."""
+        """Return the endpoint's access rules: with its own certificate, or else that of the process
+        unless TLS is switched off. Raises InvalidInputError if settings do not fit together."""
         cert, key = settings.metrics_tls_cert, settings.metrics_tls_key
         if (cert is None) != (key is None):
             missing = "metrics_tls_key" if key is None else "metrics_tls_cert"
@@ -112,8 +112,8 @@ class Guard:
         return self.cert is not None
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context of a listener; None for plaintext. Raises InvalidInputError, which
-        names an unusable file."""
+        """Return the TLS context for the endpoint's listener; None for plaintext. Raises
+        InvalidInputError, which names an unusable file."""
         if self.cert is None:
             return None
         files = [path for path in (self.cert, self.key, self.client_ca) if path is not None]
@@ -122,7 +122,7 @@ class Guard:
         )
 
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            """Use the newest files; called in each handshake, before a certificate is shown."""
+            """Make a handshake use the newest files; called before its certificate is shown."""
             connection.context = watched.newest()
 
         watched.content.sni_callback = renew
@@ -463,7 +463,7 @@ SHARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """The metrics that coordinator and worker have in common."""
+    """The source of the metrics that coordinator and worker have in common."""
 
     settings: MetricsSettings
     calls: CallStats = field(default_factory=CallStats)

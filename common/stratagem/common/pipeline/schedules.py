@@ -67,8 +67,8 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, chunks: int, num_micro_batches: int) -> Schedule:
-    """Return the interleaved 1F1B schedule, arXiv:2104.04473; rank k owns the stages k + v·S. M
-    must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up."""
+    """Return the interleaved 1F1B schedule, arXiv:2104.04473; rank k owns the stages (chunks) k +
+    v·S. M must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up."""
     _check(num_ranks, num_micro_batches)
     if chunks < 1:
         raise InvalidInputError.at("chunks", f"{chunks} is not >= 1")

@@ -53,7 +53,7 @@ def check(
 
 
 def consumers(needs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Invert `needs`: return for each stage the stages that need its activations."""
+    """Return, for each stage, the stages that need its activations: the inverse of `needs`."""
     return [[t for t, sources in enumerate(needs) if s in sources] for s in range(len(needs))]
 
 

@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 
 SECRET_BYTES: Final = 32
 GRID_BITS: Final = 20
-"""The grid of a noised sum is the largest power of two that is at most sigma · 2^-20."""
+"""The fineness of a noised sum's grid: the largest power of two that is at most sigma · 2^-20."""
 
 _BLOCK_BYTES: Final = 16
 _PIECE: Final = 1 << 16
@@ -44,7 +44,7 @@ _PIECE: Final = 1 << 16
 
 
 def derived_key(secret: bytes, names: Sequence[str]) -> bytes:
-    """Derive a key from the secret and these names; other names give independent keys."""
+    """Derive a key from the secret and these names; different names give independent keys."""
     info = b"".join(len(name.encode()).to_bytes(8, "big") + name.encode() for name in names)
     return HKDF(SHA256(), length=32, salt=b"stratagem noise", info=info).derive(secret)
 

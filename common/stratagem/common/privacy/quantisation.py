@@ -25,9 +25,9 @@ _WIDE: Final = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """The rule of a round. clip: the largest change of an element, in either direction. bits: the
-    size of a quantised change, with its sign. num_clients: the most clients in a sum. max_weight:
-    the largest weight of a client."""
+    """The rule by which a round's changes become integers. clip: the largest change of an element,
+    in either direction. bits: the size of a quantised change, with its sign. num_clients: the most
+    clients in a sum. max_weight: the largest weight of a client."""
 
     clip: float
     bits: int

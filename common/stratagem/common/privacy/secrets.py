@@ -63,7 +63,7 @@ class SecureRound:
         return self.transcript("keys", client, share_key, mask_key)
 
     def of_survivors(self, client: int, members: bytes, survivors: Iterable[int]) -> bytes:
-        """Return the bytes that a client signs to confirm which clients are in the sum. members:
+        """Return the bytes that a client signs to confirm which clients the sum contains. members:
         the result of `of_members`."""
         return self.transcript("survivors", client, members, clients_bytes(survivors))
 
@@ -167,8 +167,8 @@ class ClientSecrets:
         return self._shares((*others, self._client), threshold, context)[self._client]
 
     def opened(self, sender: int, public_key: bytes, sealed: bytes, context: bytes) -> HeldShare:
-        """Decrypt the shares that another client sealed for this one. Raises InvalidInputError
-        unless that client sealed them in this round."""
+        """Return the decrypted shares that another client sealed for this one. Raises
+        InvalidInputError unless that client sealed them in this round."""
         text = self._round.transcript("share", sender, self._client, context)
         key = self._common_key(text, public_key, (public_key, self.public.share_key))
         try:
@@ -234,7 +234,7 @@ def pair_mask_key(
     other: tuple[int, bytes],
     own_public: bytes,
 ) -> bytes:
-    """Derive the key of the mask that two clients share; it is the same from either side."""
+    """Derive the key of the mask that two clients share; one adds it, the other subtracts it."""
     ends = sorted([(owner[0], own_public), other])
     parts = [part for end in ends for part in end]
     return hkdf(_exchanged(owner[1], other[1]), of_round.transcript("pair mask", *parts))
@@ -246,7 +246,7 @@ def public_of(private_key: bytes) -> bytes:
 
 
 def hkdf(secret: bytes, info: bytes) -> bytes:
-    """Derive 32 bytes with HKDF-SHA256."""
+    """Derive a key of 32 bytes from a secret with HKDF-SHA256."""
     return HKDF(SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 PRIME: Final = 2**521 - 1
 SHARE_BYTES: Final = 66
 COEFFICIENT_BYTES: Final = 72
-"""The random bytes per polynomial coefficient, which modulo the prime are uniform up to 2^-55."""
+"""The random bytes per polynomial coefficient: modulo the prime, uniform up to 2^-55."""
 
 
 def share(secret: bytes, places: Sequence[int], threshold: int, random: bytes) -> dict[int, bytes]:
@@ -134,7 +134,7 @@ def never_opened(
     survivors: Collection[int],
     threshold: float,
 ) -> list[int]:
-    """Return the clients whose shared secrets cannot be recovered, as too few of their holders
+    """Return the clients whose secrets cannot be recovered, as too few holders of their shares
     survive; the sum cannot be unmasked without them."""
     return [
         client

@@ -14,7 +14,7 @@ from typing import Final
 from stratagem.common.base.text import counted
 
 VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""The environment variables that limit the threads of torch, and of its matrix products."""
+"""The environment variables that set the number of threads of torch and its matrix products."""
 WAITING: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """The environment variables that set whether idle OpenMP threads spin or sleep."""
 CGROUPS: Final = Path("/sys/fs/cgroup")

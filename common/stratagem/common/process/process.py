@@ -160,7 +160,7 @@ def remove_temporary(place: Path | None = None) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with its content, including folders that nobody may write to."""
+    """Remove a folder with its content, even folders that are not writable."""
     with suppress(FileNotFoundError):
         for where, _, _ in os.walk(path):
             os.chmod(where, 0o700)

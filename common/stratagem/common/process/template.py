@@ -38,7 +38,7 @@ PRELOADED: Final = (
     "torch",
     "stratagem.worker.process.main",
 )
-"""The modules to import, in order; a coordinator can start before torch is imported."""
+"""The modules that the server imports, in order; a coordinator can start before torch is there."""
 READ_WHILE_LOADED: Final = (
     *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
@@ -88,13 +88,13 @@ def start(
 
 
 def prepare() -> None:
-    """Start the fork server for this process's environment, which begins to import modules."""
+    """Start the fork server for this process's environment; it begins to import modules."""
     if sys.platform == "linux" and (server := _server_for(os.environ)) is not None:
         server.start()
 
 
 def end_descriptor(process: Process) -> int:
-    """Return a new file descriptor that becomes readable when the process ends; Linux only."""
+    """Return a new file descriptor that is readable once the process has ended; Linux only."""
     if isinstance(process, Fork):
         return os.dup(process.status.fileno())
     return os.pidfd_open(process.pid)
@@ -276,8 +276,8 @@ _servers: Final[dict[Early, _ForkServer]] = {}
 
 
 def _server_for(environment: Mapping[str, str]) -> _ForkServer | None:
-    """Return the fork server whose libraries were loaded under this environment; None if they would
-    be loaded differently."""
+    """Return the fork server whose libraries were loaded under this environment; None if that is
+    impossible, as they would load differently."""
     early = _read_early(environment)
     if early not in _servers and early == _read_early(os.environ):
         _servers[early] = _ForkServer()

@@ -40,7 +40,7 @@ DEFAULT_LIMITS: Final = CallLimits()
 
 
 class Admission:
-    """The counter of open calls of a server, which enforces the limit. Used on the event loop."""
+    """The counter of a server's open calls, which enforces the limit; for use on the event loop."""
 
     def __init__(self, limits: CallLimits) -> None:
         self.limits = limits
@@ -78,7 +78,7 @@ async def only_request(requests: AsyncIterator[Any], idle_timeout_s: float) -> A
 
 
 def parsed(request: Any) -> Any:
-    """Return the request unless it is MALFORMED, for which InvalidInputError is raised."""
+    """Return the request that was deserialized. Raises InvalidInputError if it is MALFORMED."""
     if request is MALFORMED:
         raise InvalidInputError.at("request", "does not parse as the message of this call")
     return request

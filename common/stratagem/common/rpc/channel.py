@@ -268,8 +268,8 @@ class _RenewedChannel(DelegatingChannel):
     ) -> None:
         self._address, self._files, self._options = address, files, options
         self._calls_of: dict[grpc.aio.Channel, WeakSet[Any]] = {}
-        """The open calls of each open channel; weak references, so that a call that has ended is
-        not kept until the next check."""
+        """The open calls of each open channel; weak references, so that ended calls are not
+        kept."""
         self._closing: set[asyncio.Task[None]] = set()
         self._newest = self._open()
         self._look_again_s = 0.0

@@ -83,7 +83,7 @@ class HttpProxy:
         return connection
 
     def _check(self, status: str, address: str) -> None:
-        """Raise the error in the status line of the proxy's answer, unless it says 200."""
+        """Raise the error that the status line of the proxy's answer means, unless it says 200."""
         code = status.split(" ")[1:2]
         if code == ["200"]:
             return

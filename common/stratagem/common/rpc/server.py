@@ -222,7 +222,7 @@ _KINDS: Final[dict[tuple[bool, bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One incoming call, with the rules that apply to it before and while it is handled."""
+    """One incoming call, with the rules for it before and while it is handled."""
 
     details: grpc.HandlerCallDetails
     takes_stream: bool

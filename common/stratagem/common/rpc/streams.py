@@ -66,7 +66,7 @@ class StallTimeout:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context manager that marks its block as one wait for the peer, such as for a message."""
+        """Context manager that marks its block as one wait for the peer, whose time is limited."""
         self._since_s = self._loop.time()
         try:
             yield
@@ -93,7 +93,7 @@ class StallTimeout:
 # 0.2.0 send no acknowledgement.
 
 BEGUN: Final = (("stratagem-stream", "begun"),)
-"""The initial metadata with which a coordinator acknowledges a stream; a failed call has none."""
+"""The initial metadata by which a coordinator accepts a stream; a call that fails has none."""
 
 
 def has_begun(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:

@@ -242,7 +242,7 @@ async def pull(  # noqa: PLR0913  (all but two have the usual defaults)
 
 
 class _Download:
-    """The progress of one download over all its attempts: manifest and received bytes."""
+    """The progress of one download over all its attempts: the manifest and the bytes received."""
 
     def __init__(
         self,

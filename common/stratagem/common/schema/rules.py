@@ -21,7 +21,7 @@ from stratagem.common.schema.json import JSON
 # ---- Rules ----
 
 UNREAD: Final = object()
-"""Placeholder for the value of an invalid field."""
+"""Placeholder for the value of an invalid field in a Partial."""
 _MARK: Final = "is_rule_of_document"
 _Made = TypeVar("_Made")
 _Rule = TypeVar("_Rule", bound=Callable[[Any], Iterable[Violation]])

@@ -44,7 +44,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Under:
-    """A nested table that applies only if the conditions `when` hold."""
+    """A nested table of rules that applies only if the conditions `when` hold."""
 
     when: str
     table: "Table"
@@ -67,7 +67,7 @@ class Condition(NamedTuple):
 
 
 class RuleRow(NamedTuple):
-    """A parsed row: a field, the conditions under which it is refused, and the error message."""
+    """A parsed row of a table: a field, the conditions that refuse it, and the error message."""
 
     field: str
     conditions: tuple[Condition, ...]
@@ -91,7 +91,7 @@ _OF_ITEMS: Final = "[]"
 
 
 def refusal_of(case: str, says: str) -> RuleRow:
-    """Parse a row of a table."""
+    """Parse a row of a table of rules from its case and its sentence."""
     field, colon, when = case.removeprefix("at ").partition(": ")
     conditions = conditions_of(when if colon else case)
     if not colon:
@@ -101,7 +101,7 @@ def refusal_of(case: str, says: str) -> RuleRow:
 
 @lru_cache(maxsize=1024)
 def conditions_of(text: str) -> tuple[Condition, ...]:
-    """Parse conditions that are joined by "when" and "and"."""
+    """Parse the conditions of a row, which are joined by "when" and "and"."""
     return tuple(_condition(condition) for condition in re.split(" when | and ", text) if condition)
 
 
@@ -115,7 +115,7 @@ def _condition(text: str) -> Condition:
 
 
 def steps_of(path: str) -> Path:
-    """Split a path into its parts; list indices and other numbers become ints."""
+    """Split the path of a value into its parts; list indices and other numbers become ints."""
     return tuple(int(step) if step.isdecimal() else step for step in _STEPS.findall(path))
 
 

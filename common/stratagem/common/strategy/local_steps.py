@@ -34,7 +34,7 @@ OuterField: TypeAlias = Annotated[OuterOptimizer, Field(discriminator="name")]
 
 
 DEFAULT_OUTER: Final = Nesterov()
-"""The outer optimizer of a job that names none."""
+"""The default outer optimizer, which joins replicas that take local steps."""
 DEFAULT_MIX: Final = 0.5
 """The default share of its own parameters that a replica keeps when there is an overlap."""
 DEFAULT_UPLOAD_EVERY: Final = 10

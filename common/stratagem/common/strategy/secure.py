@@ -80,7 +80,7 @@ class SecureAggregation(DocumentValue, is_extras=True):
 
     @property
     def max_weight(self) -> int:
-        """Return the largest weight of a client in the sum."""
+        """Return the largest weight that a client can have in the sum."""
         return self.max_rows or 1
 
     def weight(self, num_rows: int) -> int:

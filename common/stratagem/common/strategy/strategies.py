@@ -141,7 +141,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
 
     @property
     def outer_optimizer(self) -> OuterOptimizer:
-        """Return the optimizer that joins the replicas, or its default if the job names none."""
+        """Return the optimizer that joins replicas, the default if the job names none."""
         return DEFAULT_OUTER if self.outer is None else self.outer
 
 
@@ -254,7 +254,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
 
     @property
     def open_roster(self) -> Roster | None:
-        """Return the roster if clients may join and leave during the run, else None."""
+        """Return the roster's options if clients may join and leave in the run, else None."""
         return self.roster if self.roster is not None and self.roster.open else None
 
 
@@ -315,7 +315,7 @@ for _holder in (DataParallelOptions, FederatedOptions, PopulationOptions):
 
 
 def describe(strategy: Strategy) -> str:
-    """Return the short name that people see, such as "DataParallel/AllReduce"."""
+    """Return a strategy's short name for people, such as "DataParallel/AllReduce"."""
     match strategy:
         case Local():
             return "Local"
@@ -346,7 +346,7 @@ def levels(strategy: Strategy, path: str = "strategy") -> Iterator[tuple[str, St
 
 
 def all_reduce_of(strategy: Strategy) -> str:
-    """Return the all-reduce method that the strategy, or one nested in it, uses for gradients."""
+    """Return the all-reduce method with which the strategy, or one nested in it, sums gradients."""
     ways = (getattr(item.options, "all_reduce", DIRECT_ALL_REDUCE) for _, item in levels(strategy))
     return next((way for way in ways if way != DIRECT_ALL_REDUCE), DIRECT_ALL_REDUCE)
 
@@ -382,7 +382,7 @@ def fewest_mirrored(strategy: Strategy) -> int | None:
 
 
 def upload_every_of(strategy: Strategy) -> int:
-    """Return after how many commits state that only one worker holds is uploaded; 1: after each."""
+    """Return the number of commits per upload of state that only one worker holds; 1: each."""
     if not isinstance(strategy, DataParallel) or strategy.options.local_steps is None:
         return 1
     return strategy.options.upload_every or DEFAULT_UPLOAD_EVERY
@@ -403,7 +403,7 @@ def are_models_apart(strategy: Strategy) -> bool:
 
 
 def needs_peers(strategy: Strategy) -> bool:
-    """Return whether workers exchange tensors with each other, at any level of the strategy."""
+    """Return whether workers exchange tensors with each other under the strategy, at any level."""
     for _, level in levels(strategy):
         match level:
             case ModelParallel() if not isinstance(level.communication, DataStore):
@@ -433,9 +433,9 @@ def region_names(outer: Federated) -> tuple[str, ...]:
 
 
 def clients_by_region(outer: Federated, inner: Federated) -> tuple[tuple[int, ...], ...]:
-    """Return the ascending client numbers of each region, numbered from 0 over all regions. Named
-    sites are numbered in order of name. Unless the job assigns clients, all regions have equally
-    many."""
+    """Return the ascending client numbers of each region; clients are numbered from 0 over all
+    regions. Named sites are numbered in order of name. Unless the job assigns clients, all regions
+    have equally many."""
     regions, size = outer.options.regions, inner.num_clients
     if regions is None:
         return tuple(tuple(range(at * size, (at + 1) * size)) for at in range(outer.num_clients))

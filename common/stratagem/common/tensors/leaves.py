@@ -112,7 +112,7 @@ def pieces_of(
 
 
 class LeafStream:
-    """A splitter that assigns a state's data, given in order, to its leaves."""
+    """A splitter that assigns a state's data, given in order, to its leaves (stored pieces)."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._places = places_of(leaves)
@@ -141,12 +141,12 @@ class LeafStream:
 
 
 def list_bytes(manifest: Manifest, digests: Sequence[Digest]) -> bytes:
-    """Encode the list of a state's leaves; its SHA-256 is the digest of the state."""
+    """Encode the list of a state's leaves as bytes, whose SHA-256 is the digest of the state."""
     return MAGIC + header_bytes(manifest) + b"".join(map(bytes.fromhex, digests))
 
 
 class LeafList(NamedTuple):
-    """A decoded list of leaves. header: the header of the state's safetensors file."""
+    """A decoded list of a state's leaves. header: the header of the state's safetensors file."""
 
     manifest: Manifest
     header: bytes
@@ -170,7 +170,7 @@ def read_list(content: bytes, name: str, limits: Limits = DEFAULT_LIMITS) -> Lea
 
 
 class StateHasher:
-    """A hasher of a state's data, given in order: of the file's bytes, or of the leaves, as the
+    """A hasher of a state's data, given in order: it hashes the state's file or each leaf, as the
     manifest says."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -196,7 +196,7 @@ class StateHasher:
 
 
 def state_digest(manifest: Manifest, pieces: Iterable[Any]) -> Digest:
-    """Return the digest, of file or leaves as the manifest says, of a state with these `pieces`."""
+    """Return the digest of a state with these `pieces`: of file or leaves, as the manifest says."""
     hasher = StateHasher(manifest)
     for piece in pieces:
         hasher.update(piece)
@@ -325,7 +325,7 @@ class StateFolder:
             raise UnavailableError(text) from error
 
     def read_list(self, digest: Digest, limits: Limits = DEFAULT_LIMITS) -> LeafList | None:
-        """Read the list of a state's leaves, checked against its digest; None if there is none."""
+        """Return the list of a state's leaves, checked by its digest; None if there is none."""
         try:
             content = (self.lists / digest[:2] / f"{digest}{LIST_SUFFIX}").read_bytes()
         except OSError:
@@ -335,7 +335,7 @@ class StateFolder:
         return read_list(content, digest, limits)
 
     def read_leaf(self, digest: Digest) -> bytes:
-        """Read the bytes of a leaf, checked. Raises NotFoundError, or IntegrityError if no copy has
+        """Return a leaf's bytes, checked. Raises NotFoundError, or IntegrityError if no copy has
         its digest."""
         is_there = False
         for path in self.copies(digest):

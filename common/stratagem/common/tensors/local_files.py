@@ -54,7 +54,7 @@ _MIN_PIECE_BYTES: Final = 2**16
 
 
 class UnreadableFileError(StratagemError):
-    """This process may not open files of other processes, although they are in the same place."""
+    """This process may not open files of other processes, although all are on one machine."""
 
 
 class _Place:

@@ -29,7 +29,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 CONTROL: Final = "control/"
 """The name prefix of the control variates (SCAFFOLD) of a federation, in states and updates."""
 WITHIN_NORM: Final = "within_norm"
-"""The metadata key of a client's change: "1" if its norm was within the clipping norm."""
+"""The metadata key in a client's update: "1" if its norm was within the clipping norm."""
 NUM_AVERAGED_KEY: Final = "average/num_averaged"
 """The metadata key for the number of states in a state's average of the parameters. A state with
 the key and without tensors of an average has averages in place of the parameters."""
@@ -331,7 +331,7 @@ class DTypeInfo:
     """An element type: its names and size in torch, safetensors and the protocol."""
 
     name: str
-    """The name as in torch, without "torch."."""
+    """The element type's name in torch, without "torch."."""
     wire: tensor_pb2.DType.ValueType
     item_bytes: int
     safetensors: str

@@ -114,7 +114,7 @@ def num_changed_bytes(same: Sequence[SameBytes], total_bytes: int) -> int:
 def cut(
     manifest: Manifest, buffers: Sequence[memoryview], same: Sequence[SameBytes]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a state outside of the equal ranges, as views of its buffers."""
+    """Yield the bytes of a state that lie outside of the equal ranges, as views of its buffers."""
     placed = iter(zip(manifest.stored(), buffers, strict=True))
     spec, buffer = None, memoryview(b"")
     for start, end in changed_ranges(same, manifest.total_bytes):

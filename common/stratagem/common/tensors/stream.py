@@ -237,7 +237,7 @@ def piece_bytes(total_bytes: int) -> int:
 
 
 class CarriesChunk(Protocol):
-    """A request or response with a field `chunk`."""
+    """A request or response message with a field `chunk`."""
 
     @property
     def chunk(self) -> tensor_pb2.Chunk: ...

@@ -112,7 +112,7 @@ def _scatter(manifest: Manifest, stored: Mapping[str, Tensor]) -> Sink:
 
 
 def load_file(path: Path) -> tuple[dict[str, Tensor], Manifest]:
-    """Load the tensors of a safetensors file, tied tensors as one; the caller checks the digest."""
+    """Load a safetensors file's tensors, tied tensors as one; the caller checks the digest."""
     manifest, data_start = read_header(path)
     sink, finish = allocate(manifest)
     offset = 0

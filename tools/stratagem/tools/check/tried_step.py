@@ -93,7 +93,7 @@ def try_rows_twice(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> flo
 
 
 def _first_loss(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
-    """Return the loss of the first step over all rows."""
+    """Return the loss of the job's first step, over all rows of the training split."""
     trainer = Trainer(_setup(_shortened(job, len(data["train"])), site, data, fresh=True))
     return trainer.train_step(_exchange(trainer), range(1), 1).loss
 

@@ -90,7 +90,7 @@ class StepMemory:
     num_received: int = 0
     num_copied: int = 0
     layout: tuple[TensorLayout, ...] = ()
-    """The trained tensors, if a single party trains them."""
+    """The names and shapes of the trained tensors, if a single party trains them."""
     notes: tuple[str, ...] = ()
 
     @property

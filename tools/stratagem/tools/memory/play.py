@@ -125,7 +125,7 @@ class Reading:
     state: int
     """The size of the state that each commit copies: parameters, buffers, optimizer state."""
     layout: tuple[TensorLayout, ...] = ()
-    """The trained tensors."""
+    """The names and shapes of the trained tensors."""
     momentum: int = 0
     """The part of `optimizer` that belongs to the outer optimizer, if replicas take local steps."""
     sums: int = 0
@@ -148,7 +148,7 @@ def load_rows(job: JobSpec, site: Site) -> dict[str, Dataset]:
 
 
 def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
-    """Simulate the first rounds of the party's first member; return the memory held."""
+    """Simulate the first rounds of the party's first member; return the memory that it holds."""
     data = load_rows(job, site)
     gather = gather_shapes(job, site, data)
     # Whole batches only: the last one of an epoch may be short.
@@ -263,8 +263,8 @@ def play(trainer: Trainer | LocalStepsTrainer, exchange: Any, party: ShardOwners
 
 
 def _read_state(trainer: Trainer | LocalStepsTrainer, live: LiveBytes) -> tuple[int, int, int]:
-    """Return the bytes of (the optimizer's state, the outer momentum in it, a copy of the whole
-    state). The copy includes sums under way, as at the end of a segment."""
+    """Return three sizes in bytes: the optimizer's state, the outer momentum in it, and a copy of
+    the whole state, which includes sums under way, as at the end of a segment."""
     if isinstance(trainer, Trainer):
         values = chain.from_iterable(each.values() for each in trainer.optimizer.state.values())
         kept = [value for value in values if isinstance(value, Tensor)]
@@ -457,7 +457,7 @@ def _nbytes(params: Sequence[nn.Parameter]) -> int:
 # engine on the job's own rows.
 
 MAX_ROUNDS: Final = 32
-"""The most measured rounds: enough for a loss scale to come down."""
+"""The largest number of measured rounds: enough for a float16 loss scale to come down."""
 
 
 def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:

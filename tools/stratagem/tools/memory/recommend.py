@@ -53,7 +53,7 @@ EXCHANGE_LATENCY_S: Final = 1e-3
 BACKWARD_COST: Final = 2
 """The number of operations of a backward pass, relative to the forward pass."""
 MICRO_BATCHES_PER_STAGE: Final = 4
-"""Micro-batches per pipeline stage, with which a pipeline idles for about a fifth of the time."""
+"""Micro-batches per stage at which a pipeline idles for about a fifth of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Fleet:
 
     @classmethod
     def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> "Fleet":
-        """Return a fleet of equal workers, each on its own host; memory_bytes: 0 if unknown."""
+        """Return a fleet of equal workers on different hosts; memory_bytes: 0 if unknown."""
         numbers = range(number)
         members = (
             CandidateWorker(f"worker-{n}", f"host-{n}", device, memory_bytes) for n in numbers
@@ -325,7 +325,7 @@ class JobRecommendation:
     estimate: StepMemory
     fits: bool
     micro_batch: int
-    """The rows that pass through the model together on one worker."""
+    """The number of rows that pass through the model together on one worker."""
     accumulation_steps: int
     reasons: tuple[str, ...]
 

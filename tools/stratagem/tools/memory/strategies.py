@@ -54,7 +54,7 @@ from stratagem.worker.process.settings import MAX_BLOB_MEMORY_BYTES
 _DOUBLE: Final = 8
 _SCRATCH_BYTES: Final = 4 * SLICE_ELEMENTS * _DOUBLE
 _MIXING_ARRAYS: Final = 5
-"""The number of float64 arrays of one tensor that exist while copies are mixed."""
+"""The number of float64 arrays of a tensor that exist while copies of gossip nodes are mixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def outer_messages(
 # codec need not change a formula here. The numbers are those of codecs on the host.
 
 _MAX_ELEMENTS: Final = 1 << 20
-"""The elements of the small copy, which is coded in a fraction of a second."""
+"""The number of elements of the small layout that is coded instead, in a fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class CodecMemory:
 def codec_memory(
     spec: CompressionSpec, layout: Layout, *, with_feedback: bool = True
 ) -> CodecMemory:
-    """Measure the memory of a compression section's codec, for tensors of these shapes."""
+    """Measure the memory of the codec of a section `compression`, for tensors of these shapes."""
     small = scaled_down(layout, _MAX_ELEMENTS)
     times = max(1.0, _numel(layout) / max(1, _numel(small)))
     codec = make_codec(spec, small, 0, with_feedback=with_feedback)
@@ -184,7 +184,7 @@ def codec_memory(
 
 
 def scaled_down(layout: Layout, max_elements: int) -> Sequence[TensorLayout]:
-    """Return a smaller layout with as many dimensions, and about the same shares of elements."""
+    """Return a layout of smaller tensors: as many dimensions, about the same shares of elements."""
     total = _numel(layout)
     if total <= max_elements:
         return layout
@@ -221,14 +221,14 @@ class NodeCost:
 
 @dataclass(frozen=True, slots=True)
 class StageReading:
-    """The memory that the worker of one pipeline stage holds; rows: in each micro-batch."""
+    """The memory that the worker of a pipeline stage holds; rows: those of a micro-batch."""
 
     reading: Reading
     rows: int
     name: str
     """The name of the stage, such as "stage 0 of 2"."""
     kept: str
-    """The passes that the stage keeps, such as "3 micro-batches at one time"."""
+    """The passes whose activations the stage keeps, as in "3 micro-batches at one time"."""
 
 
 def play_stages(
@@ -334,7 +334,7 @@ def num_copied(job: JobSpec, update_bytes: int) -> int:
 
 
 def _num_federations(strategy: Strategy | None) -> int:
-    """Return the number of federations whose clients are not parties themselves."""
+    """Return the number of federations in a strategy whose clients are single workers."""
     match strategy:
         case PopulationBased(population_size=size, options=options):
             return size * _num_federations(options.inner)
