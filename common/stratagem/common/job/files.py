@@ -26,8 +26,8 @@ _SHORT_FORMS: Final = {
     "data.order": ("by", "entrypoint"),
     "compression": ("codec", "codec"),
 }
-"""For each section with a bare-text form: the field that plain text sets, and the field that
-"module:name" sets."""
+"""The two fields that bare text sets in each section with a short form: the first for plain text,
+the second for "module:name"."""
 _SUFFIXES: Final = ".yaml, .yml, .toml, .json"
 
 
