@@ -211,7 +211,7 @@ def _pattern(name: str, entrypoints: EntryPoints, pattern: str) -> Finding:
 
 
 def _certain_part(module: str) -> str:
-    """Return the leading packages of a module pattern, up to the first wildcard."""
+    """Return the leading packages of a module pattern such as "a.b.*", up to the first wildcard."""
     parts = module.split(".")
     wild = next((n for n, part in enumerate(parts) if _WILD & set(part)), len(parts))
     return ".".join(parts[:wild])
@@ -223,7 +223,7 @@ CALL_TIMEOUT_S: Final = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Print the findings; return 0 even if some are bad."""
+    """Print the findings as JSON; return the exit status 0 even if some findings are bad."""
     try:
         settings = from_command_line(arguments)
     except ValidationError as error:
@@ -235,7 +235,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def examine(settings: WorkerSettings) -> list[Finding]:
-    """Return all findings about a worker started with these settings."""
+    """Return all findings about a worker that would start with these settings."""
     name = settings.name
     try:
         security = WorkerSecurity(settings)
@@ -310,7 +310,7 @@ def _no_answer(address: str, error: StratagemError, problem: str = "") -> Findin
 
 
 async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Finding:
-    """Check that `--listen` can be bound, or is bound by this very worker already."""
+    """Check that `--listen` can be bound, or that this very worker serves there already."""
     server, sockets = make_server(), SocketFolder()
     try:
         security.listen(server, sockets)
@@ -347,8 +347,8 @@ def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _advertising(settings: WorkerSettings) -> Iterator[Finding]:
-    """Check that other processes can resolve and reach the worker's advertised address, which is
-    unused with a tunnel."""
+    """Check that other processes can resolve and reach the worker's advertised address, unless it
+    uses a tunnel."""
     if settings.tunnel:
         return
     host = split_address(advertised(settings, split_address(settings.listen)[1]))[0].strip("[]")

@@ -49,7 +49,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
 def place_of_thread(ident: int) -> str:
-    """Return the innermost line of user code that a thread is in; "" if it has ended."""
+    """Return the innermost line of user code that a thread is executing; "" if it has ended."""
     frame = sys._current_frames().get(ident)
     stack = [
         StackFrame(
@@ -69,7 +69,7 @@ DEVICES: Final = ("cpu", "cuda")
 
 
 Say: TypeAlias = Callable[[Mapping[str, Any]], None]
-"""Sends an interim result to the asking process, before the answer."""
+"""A function that sends an interim result to the asking process, before the answer."""
 
 
 def answer(request: Mapping[str, Any], say: Say = lambda _: None) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def _error_values(error: StratagemError) -> dict[str, Any]:
 
 
 def _tell_places(requests: TextIO, say: Say) -> None:
-    """Start a thread that reports the caller's place in user code for each line of input, and ends
-    the process when the input ends."""
+    """Start a thread that reports, for each line of input, the place in user code at which the
+    calling thread is, and ends the process when the input ends."""
     activity, ident = per_thread.activity, threading.get_ident()
 
     def tell() -> None:

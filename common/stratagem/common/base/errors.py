@@ -35,7 +35,7 @@ from typing import Final, Self, TypeVar
 #     └── RunFailedError      the run ended without a result; the message is the reason
 
 MAX_VIOLATIONS: Final = 100
-"""The largest number of violations in an error; a document may have a hundred thousand."""
+"""The largest number of violations that one error lists; a document may have 100,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class InvalidInputError(StratagemError, ValueError):
 
     violations: tuple[Violation, ...]
     readable: object = None
-    """The valid part of the refused value, on which other rules can still run; None if none."""
+    """The part of the refused value that is valid, so that rules about other fields can still run
+    on it; None if there is none."""
 
     def __init__(self, message: str = "", *, violations: Iterable[Violation] = ()) -> None:
         self.violations = tuple(islice(violations, MAX_VIOLATIONS))
@@ -104,7 +105,8 @@ class IntegrityError(StratagemError):
 
 
 class StaleError(StratagemError):
-    """A call carries a term or a membership older than one already seen."""
+    """A call carries an older leadership term of the coordinator, or an older number of a party's
+    membership, than one already seen."""
 
 
 class NotFoundError(StratagemError):
@@ -112,7 +114,7 @@ class NotFoundError(StratagemError):
 
 
 class SoleCopyLostError(NotFoundError):
-    """A part of a state that only one worker had kept is lost, or has changed."""
+    """A part of a run's state that only one worker had a copy of is lost, or has changed."""
 
 
 class ConflictError(StratagemError):
@@ -223,14 +225,14 @@ class RunFailedError(StratagemError):
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Return the individual exceptions of a (nested) exception group, in order."""
+    """Return the individual exceptions inside an exception group, which may be nested, in order."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for exception in error.exceptions for leaf in leaves(exception)]
     return [error]
 
 
 def sole(error: BaseException) -> BaseException:
-    """Return a group's exception if all its exceptions are alike; otherwise the group itself."""
+    """Return a group's first exception if all of them say the same; otherwise the group itself."""
     causes = leaves(error)
     same = {(type(leaf), str(leaf)) for leaf in causes}
     return causes[0] if len(same) == 1 else error
@@ -240,7 +242,7 @@ def led_to(error: BaseException, *, by_handling: bool = True) -> Iterator[BaseEx
     """Yield the error and then the chain of errors that caused it, each once, even if the chain is
     a cycle.
 
-    by_handling: also follow errors during whose handling the next one was raised.
+    by_handling: follow Python's implicit `__context__` too, not only the explicit `__cause__`.
     """
     seen: set[int] = set()
     behind: BaseException | None = error
@@ -251,8 +253,8 @@ def led_to(error: BaseException, *, by_handling: bool = True) -> Iterator[BaseEx
 
 
 def told(error: BaseException) -> str:
-    """Return the message for people: the text of our own errors, other errors with their type; a
-    text that a group repeats is named once."""
+    """Return an error's message for people: an error of Stratagem is its text alone, any other has
+    its type too; of an exception group, each different text once."""
     return "; ".join(dict.fromkeys(_words(leaf) for leaf in leaves(error)))
 
 

@@ -91,7 +91,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
-"""The modification time, inode and size of each file, which together reveal a change."""
+"""The modification time, inode and size of each watched file; a change of the file changes them."""
 
 
 def stamp_of(*paths: str | PathLike[str]) -> Stamp:
@@ -111,16 +111,16 @@ class WatchedFiles(Generic[T]):
         unusable: str,
         renewed: str = "",
     ) -> None:
-        """Read the files. `read` raises InvalidInputError, which is passed on here. unusable,
-        renewed: the log messages for changed files that cannot, or can, be used."""
+        """Read the files. `read` raises InvalidInputError, which is passed on here. unusable and
+        renewed: the messages to log when changed files cannot, or can, be used."""
         self._paths, self._read = tuple(paths), read
         self._unusable, self._renewed = unusable, renewed
         self._seen = self._stamp()
         self.content = read()
-        """The content as of the last call of `renewed`."""
+        """The parsed content of the files, as of the last call of `renewed`."""
 
     def renewed(self) -> bool:
-        """Reload the files if one has changed; return whether there is new content."""
+        """Reload the files if one has changed; return whether `content` has been replaced."""
         stamp = self._stamp()
         if stamp == self._seen:
             return False

@@ -1,5 +1,5 @@
-"""This module defines the identifiers that all parts share, the switch for limits, and the
-protocol version.
+"""This module defines the identifiers that all parts share, the switch that lifts size limits, and
+the protocol version.
 
 It owns the spelling of an id and makes new ones, independently of what the id stands for.
 """
@@ -20,7 +20,7 @@ WorkerId = NewType("WorkerId", str)
 Incarnation = NewType("Incarnation", str)  # one start of one worker process
 Digest = NewType("Digest", str)  # lower-case hex SHA-256
 NO_DIGEST: Final = Digest("")
-"""The digest that stands for "no blob"."""
+"""The digest value that stands for "no blob", where a digest is required."""
 Party = NewType("Party", str)  # path in the tree of a run: "silo0/replica1"; "" is the root
 
 MAX_ID_CHARS: Final = 64
@@ -35,12 +35,12 @@ _MAX_SLUG_CHARS: Final = MAX_ID_CHARS - 1 - 2 * _SUFFIX_BYTES
 
 
 def child_party(parent: Party, name: str) -> Party:
-    """Return the path of a party named `name` inside `parent`."""
+    """Return the path of the party named `name` that is nested inside the party `parent`."""
     return Party(f"{parent}/{name}" if parent else name)
 
 
 def is_within(party: Party, ancestor: Party) -> bool:
-    """Return whether a party is `ancestor` or nested inside it."""
+    """Return whether the party at the first path is `ancestor` itself or nested inside it."""
     return not ancestor or party == ancestor or party.startswith(f"{ancestor}/")
 
 
@@ -99,7 +99,7 @@ def is_party(value: str) -> bool:
 
 
 def check_party(value: str) -> Party:
-    """Validate a path of a party and return it. Raises InvalidInputError with the allowed form."""
+    """Validate a party's path and return it. Raises InvalidInputError with the allowed form."""
     if not is_party(value):
         # parties become the names of folders, so none may be "." or ".."
         raise InvalidInputError.at(
@@ -122,7 +122,7 @@ _are_checked: ContextVar[bool] = ContextVar("limits are checked", default=True)
 
 
 def are_checked() -> bool:
-    """Return whether size limits apply now: they do, except inside a block of `lifted`."""
+    """Return whether size limits apply here: they do, except inside a block of `lifted`."""
     return _are_checked.get()
 
 

@@ -23,8 +23,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def beyond_text(value: float, limit: float) -> str:
-    """Return a value with enough digits to show that it exceeds the limit, as in "4.001" for a
-    limit of 4."""
+    """Format a number above a limit with enough digits to show it: "4.001" for a limit of 4."""
     texts = (f"{value:.{digits}g}" for digits in range(3, MAX_DIGITS + 1))
     return next((text for text in texts if float(text) > limit), f"{value:.3g}")
 
@@ -46,7 +45,7 @@ def _value_text(value: Any) -> str:
 
 
 def plainly(error: Exception) -> str:
-    """Return the message of a library's error without the link to its documentation."""
+    """Return the message of a library's error without its "See URL for more details" sentence."""
     return re.sub(r" *See https?://\S+ for more details\.", "", str(error))
 
 

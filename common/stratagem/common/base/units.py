@@ -27,7 +27,7 @@ def _seconds(value: object) -> object:
 
 
 Span = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
-"""The type of a setting in seconds that is written with a unit, such as "30s"."""
+"""The pydantic type of a setting in seconds that people write with a unit, such as "30s"."""
 
 
 # ---- Sizes ----

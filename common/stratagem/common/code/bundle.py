@@ -28,14 +28,14 @@ MAX_FILES: Final = 2_000
 MAX_NAME_BYTES: Final = 1_024
 MAX_PART_BYTES: Final = 255
 TENSOR: Final = "code.zip"
-"""The name of the only tensor of the blob, which holds the archive."""
+"""The name of the only tensor of a code bundle's blob, whose bytes are the zip archive."""
 
 _NUM_LARGEST: Final = 5
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
 _MODE: Final = stat.S_IFREG | 0o444
 _LIST_ENTRY_BYTES: Final = 46
 _ENTRY_BYTES: Final = 30 + _LIST_ENTRY_BYTES
-"""The size of a zip entry without its content and its name, which occurs twice."""
+"""The bytes that a zip archive needs per file beside content and name (which is there twice)."""
 _END: Final = struct.Struct("<4s4H2LH")
 """The end-of-archive record of a zip file."""
 _END_SIGNATURE: Final = b"PK\5\6"
@@ -43,7 +43,7 @@ _FIELD: Final = "code"
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return the canonical archive of files keyed by name, such as "package/module.py". Raises
+    """Return the canonical zip archive of files keyed by name, such as "package/module.py". Raises
     InvalidInputError for a name that is not allowed, LimitError for too much content."""
     check_size({name: len(content) for name, content in files.items()})
     check_names(files)
@@ -83,13 +83,13 @@ def unpack(archive: bytes) -> dict[str, bytes]:
 
 
 def manifest_of(archive: bytes) -> Manifest:
-    """Return the manifest, with digest, of the blob that holds an archive."""
+    """Return the manifest, with digest, of the blob whose only tensor holds this code archive."""
     manifest = build_manifest([(TENSOR, "uint8", (len(archive),))], Purpose.DATA)
     return replace(manifest, digest=blob_digest(manifest, [archive]))
 
 
 def digest_of(archive: bytes) -> Digest:
-    """Return the digest that names a bundle: the digest of the blob that holds the archive."""
+    """Return the digest that names a code bundle: that of the blob which holds this archive."""
     return Digest(manifest_of(archive).digest)
 
 

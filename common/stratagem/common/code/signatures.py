@@ -22,7 +22,8 @@ from stratagem.common.base.files import check_private, create_private
 
 CODE: Final = "code"
 CERTIFICATE: Final = "certificate"
-"""Purposes, which are signed with each digest, so that a signature is valid for no other."""
+"""The purpose of a signature, signed together with the digest, so that nobody can use the signature
+of a code bundle for a certificate or the reverse."""
 _PEM_END: Final = "-----END PUBLIC KEY-----"
 
 
@@ -81,7 +82,7 @@ def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
 def is_signed(
     digest: str, signature: str, keys: tuple[Ed25519PublicKey, ...], purpose: str = CODE
 ) -> bool:
-    """Return whether one of the keys has signed this digest with this signature."""
+    """Return whether the signature is that of one of these public keys for this digest."""
     for key in keys:
         try:
             key.verify(bytes.fromhex(signature), _signed_bytes(digest, purpose))

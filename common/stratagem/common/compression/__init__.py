@@ -1,5 +1,6 @@
-"""Codecs compress the data on the wire: gradients of shards, updates of clients, moves of nodes.
-They define the bits on every device, and use numpy only, because the coordinator decodes too.
+"""Codecs compress the data on the wire: gradients of shards, updates of clients, changes of gossip
+nodes. They define the bits on every device, and use numpy only, because the coordinator decodes
+too.
 
 - layout: the names and shapes of the tensors that a codec encodes
 - extras: scalars, such as the weight, that travel uncoded with the gradient of a shard

@@ -24,14 +24,15 @@ from stratagem.common.numerics.keys import derive
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
 State = Mapping[str, FloatArray]
-"""The state of a codec between payloads: flat float32 keyed by `<kind>/<tensor name>`."""
+"""The state of a codec between payloads: float32 arrays keyed by `<kind>/<tensor name>`."""
 
 Read = Callable[[int, int, str], NDArray[Any]]
-"""Reads elements of a payload in memory or in a file, given first byte, number and type."""
+"""A function that reads elements of a payload, in memory or in a file, given the offset of the
+first byte, the number of elements and their type."""
 
 Decode = Callable[[int, int], FloatArray]
-"""Decodes the elements [start, stop) of one tensor. Windows are requested once, in order and
-without gaps. Raises ValueError for bytes that no encoder can have made."""
+"""A function that decodes the elements [start, stop), a window, of one tensor. Windows are
+requested in order, once, without gaps. Raises ValueError for bytes that no encoder makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,14 @@ class Codec(Protocol):
 
     @property
     def payload_bytes(self) -> int:
-        """Return the size of every payload, metadata included; it follows from the layout alone."""
+        """Return the size of a payload, metadata included; the layout alone determines it."""
 
     @property
     def bypassed(self) -> tuple[str, ...]:
-        """Return the names of the tensors sent uncoded, since coding would save nothing."""
+        """Return the names of the tensors that are sent uncoded, since coding saves nothing."""
 
     def initial_state(self) -> State:
-        """Return the state before the first payload; empty for a stateless codec."""
+        """Return the codec's state before the first payload; empty for a stateless codec."""
 
     def encode(
         self, tensors: Sequence[FloatArray], state: State, key: int
@@ -81,14 +82,14 @@ class Codec(Protocol):
         """Decode a payload that was encoded with the same key; return the tensors."""
 
     def part(self, places: range) -> "Codec | None":
-        """Return a codec of only these consecutive tensors, with the same bits: the payloads of all
-        parts, concatenated, are the whole payload, and each part keeps the state of its own
-        tensors. None if tensors share a payload."""
+        """Return a codec for this consecutive part of the tensors, with the same bits: the payloads
+        of all parts, concatenated, are the whole payload, and each part keeps the state of its own
+        tensors. None if the codec mixes tensors in its payload."""
 
     def decoder(self, place: int, read: Read) -> Decode | None:
         """Return a decoder for the tensor at this index of the layout; it gives the same bits as
-        `decode`, but reads only the part of the payload that a window needs. None if tensors share
-        a payload."""
+        `decode`, but reads only the part of the payload that a window of elements needs. None if
+        the codec mixes tensors in its payload."""
 
 
 class Decodable(Protocol):
@@ -144,7 +145,7 @@ class Plain:
 
 
 class OneByOne:
-    """Base of codecs whose payload is the payloads of the single tensors, concatenated."""
+    """Base of codecs that encode each tensor by itself and concatenate the tensors' payloads."""
 
     def __init__(self, layout: Layout, pieces: Sequence[Decodable]) -> None:
         self._layout, self._pieces = layout, pieces
@@ -166,7 +167,8 @@ class PerTensor(OneByOne):
     """A codec that encodes each tensor by its own codec, or not at all if that saves nothing."""
 
     def __init__(self, layout: Layout, codecs: Sequence[TensorCodec], *, first: int = 0) -> None:
-        """Choose what to encode. first: this part's first index in the whole layout."""
+        """Decide which tensors to encode. first: the index, in the layout of all tensors, of the
+        first tensor of this layout, which may be a part of it."""
         self._first = first
         self.bypassed = tuple(
             spec.name
@@ -207,12 +209,12 @@ def to_bytes(values: NDArray[np.generic]) -> ByteArray:
 
 
 def from_bytes(payload: ByteArray, dtype: str) -> NDArray[Any]:
-    """View the bytes, at any address, as elements of this type."""
+    """Return the bytes, at any address, as a view with elements of this type."""
     return np.ascontiguousarray(payload).view(dtype)
 
 
 def in_memory(payload: ByteArray) -> Read:
-    """Return a `Read` function for a payload in memory."""
+    """Return a function of type `Read` that reads from a payload held in memory."""
 
     def read(offset: int, num: int, dtype: str) -> NDArray[Any]:
         return from_bytes(payload[offset : offset + num * np.dtype(dtype).itemsize], dtype)
@@ -221,12 +223,12 @@ def in_memory(payload: ByteArray) -> Read:
 
 
 def joined(parts: Sequence[ByteArray]) -> ByteArray:
-    """Concatenate the parts into one byte array."""
+    """Concatenate the arrays into one byte array."""
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
 def split(payload: ByteArray, sizes: Sequence[int]) -> list[ByteArray]:
-    """Split a payload that `joined` made. Raises ValueError unless the sizes add up."""
+    """Split a payload that `joined` made into parts. Raises ValueError unless sizes add up."""
     _check_size(payload, sum(sizes))
     ends = np.cumsum([0, *sizes])
     return [payload[a:b] for a, b in itertools.pairwise(ends)]

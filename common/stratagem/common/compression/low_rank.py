@@ -34,12 +34,13 @@ from stratagem.common.numerics.keys import derive, name_seed, places, uniform
 
 BASIS: Final = "basis/"
 _MIN_RATIO: Final = 1e-6
-"""A column whose orthogonal remainder is a smaller share of its norm is only rounding noise."""
+"""The least share of a column's norm that must remain after making it orthogonal to earlier
+columns; a smaller remainder is only rounding noise, and the column becomes zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """The form of one tensor: the key of its state, rows, columns and rank; rank 0 if uncoded."""
+    """The coding of one tensor: its key in the state, rows, columns, rank (0 if sent uncoded)."""
 
     name: str
     num_rows: int
@@ -52,7 +53,7 @@ class _Matrix:
         return 4 * (self.rank * factors if self.rank else whole)
 
     def decoder(self, read: Read) -> Decode:
-        """Return the decoder, which adds p_k q_kᵀ in order of k."""
+        """Return the tensor's decoder, which adds products p_k q_kᵀ of factors in order of k."""
         if not self.rank:
             return Plain(self.num_rows * self.num_columns).decoder(read)
 
@@ -117,13 +118,13 @@ class LowRank(OneByOne):
         return LowRank(cut, rank=self._rank, seed=self._seed)
 
     def _start(self, matrix: _Matrix, key: int = 0) -> FloatArray:
-        """Return random initial columns, (rank, columns), values in [-1/2, 1/2)."""
+        """Return a random initial factor Q of a matrix, (rank, columns), from [-1/2, 1/2)."""
         numbers = places(matrix.rank * matrix.num_columns)
         values = uniform(derive(self._seed, name_seed(matrix.name), key), numbers)
         return (values - np.float32(0.5)).reshape(matrix.rank, matrix.num_columns)
 
     def _revived(self, matrix: _Matrix, basis: FloatArray, key: int) -> FloatArray:
-        """Redraw the columns that a zero gradient has zeroed; otherwise they would stay zero."""
+        """Replace rows of Q that a zero gradient made zero by random ones; else they stay zero."""
         if all(column.any() for column in basis):
             return basis
         fresh = self._start(matrix, key)
@@ -158,8 +159,8 @@ def _norm(values: NDArray[np.float64]) -> float:
 
 
 def _blocks(start: int, stop: int, num_columns: int) -> Iterator[tuple[range, range]]:
-    """Yield (rows, columns) of rectangles that cover consecutive elements of a matrix: the end of
-    one row, whole rows, and the beginning of a row, as far as there are any."""
+    """Yield (rows, columns) of rectangles that together cover the elements [start, stop) of a
+    matrix: the rest of the first row, then whole rows, then the beginning of the last row."""
     while start < stop:
         row, first = divmod(start, num_columns)
         num_rows = 1 if first else max(1, (stop - start) // num_columns)

@@ -19,7 +19,7 @@ from stratagem.common.numerics.shards import pairwise_sum
 # elements. Two levels of int4 are one byte, the first one in its low bits.
 
 LEVELS: Final = {8: 127, 4: 7}
-"""The largest quantization level, keyed by number of bits."""
+"""The largest quantized integer, keyed by the number of bits per element."""
 
 
 class ScaledBlocks:
@@ -188,7 +188,7 @@ Trits = NDArray[np.int8]
 
 _CODES: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
 _QUADS: Final = (_CODES & 1).astype(np.int8) - (_CODES >> 1).astype(np.int8)
-"""Lookup table (256, 4): the four ternary elements that each byte stands for."""
+"""The lookup table (256, 4) of the four ternary elements that each value of a byte stands for."""
 
 
 class Ternary:
@@ -217,7 +217,7 @@ class Ternary:
 
 
 def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float32]:
-    """Quantize x, (n,) float32, to (trits -1, 0 or +1, scale); all zeros give scale 0."""
+    """Quantize x, (n,) float32, to (trits: -1, 0 or +1, scale); all zeros give scale 0."""
     magnitude = np.abs(x)
     mask = magnitude > threshold_of(threshold_fraction, pairwise_sum(magnitude), x.size)
     trits = np.sign(x).astype(np.int8) * mask
@@ -227,7 +227,8 @@ def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float3
 
 
 def threshold_of(fraction: float, total: float, num: int) -> np.float32:
-    """Return the magnitude above which elements are kept: `fraction` times the mean."""
+    """Return the magnitude above which an element becomes ±1 rather than 0: `fraction` times the
+    mean magnitude, from the sum `total` of `num` magnitudes."""
     return np.float32(fraction) * mean(total, num)
 
 
@@ -240,7 +241,7 @@ def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
 
 
 def mean(total: float, num: int) -> np.float32:
-    """Return the mean, rounded once; 0 for num = 0."""
+    """Return total / num as float32, rounded once; 0 for num = 0."""
     return np.float32(total / max(1, num))
 
 
@@ -263,7 +264,7 @@ def unpack(packed: ByteArray, numel: int, quads: NDArray[Any] = _QUADS) -> NDArr
 
 
 def _check(packed: ByteArray, numel: int) -> None:
-    """Raise ValueError if a packed element has the invalid code 11; padding bits are ignored."""
+    """Raise ValueError if a byte of packed trits has the code 11, except in padding bits."""
     whole, rest = divmod(numel, 4)
     both = packed & packed >> np.uint8(1) & np.uint8(0b0101_0101)
     last = both[whole : whole + 1] & np.uint8((1 << 2 * rest) - 1)

@@ -42,10 +42,9 @@ def make_codec(
     with_feedback: bool = True,
     numerics: int = CURRENT,
 ) -> Codec:
-    """Return the section's codec for a layout. seed: the job's seed; `spec.seed` takes precedence.
-
-    with_feedback: add error feedback if the section asks; the caller must keep the residuals.
-    """
+    """Return the codec of a section `compression` for a layout. seed: the job's seed; `spec.seed`
+    takes precedence. with_feedback: add error feedback if the section asks; the caller must keep
+    the residuals."""
     codec = _bare_codec(spec, layout, seed if spec.seed is None else spec.seed, numerics)
     return ErrorFeedback(layout, codec) if spec.has_feedback and with_feedback else codec
 
@@ -100,14 +99,14 @@ def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
 
 
 def are_forwarded(num_live: int, message_bytes: int, raw_bytes: int) -> bool:
-    """Return whether forwarding all shards' messages to every worker takes fewer bytes than sending
-    their decoded sum; the bits are the same."""
+    """Return whether it takes fewer bytes to forward all shards' coded messages to every worker
+    than to send the decoded sum; the result has the same bits either way."""
     return num_live * message_bytes < raw_bytes
 
 
 def unit(weight: float, numerics: int) -> float:
-    """Return the number by which a shard's gradient, a sum over its rows, is divided before
-    encoding and multiplied after decoding; 1 by the rules of `numerics` 1."""
+    """Return the number (the shard's weight) by which a shard's gradient, a sum over its rows, is
+    divided before encoding and multiplied after decoding; 1 under the numerics rules number 1."""
     return weight if numerics >= 2 and 0 < weight < math.inf else 1.0
 
 
@@ -144,13 +143,13 @@ def sum_messages(
 # tensor uncoded. Clients keep nothing from round to round, so there is no residual.
 
 PAYLOAD: Final = "payload"
-"""The tensor name of a payload; it cannot clash, since names of a model's tensors have a slash."""
+"""The name of the tensor that holds a coded update; names of a model's tensors have a slash."""
 
 
 def update_codec(
     job: JobSpec, coded: Iterable[TensorSpec], numerics: int
 ) -> tuple[Codec, list[str]]:
-    """Return the codec for a client's update of these tensors, and their names in coding order."""
+    """Return the codec for a federated client's update, and its tensors' names in coding order."""
     assert job.compression is not None
     layout = sorted(
         (TensorLayout(tensor.name, tensor.shape) for tensor in coded), key=lambda e: e.name
@@ -160,7 +159,8 @@ def update_codec(
 
 
 def update_key(job: JobSpec, round_num: int, client: int) -> int:
-    """Return the random key of a client's update: unique, but equal if the round is repeated."""
+    """Return the random key for coding a client's update: unique, but the same in a repeated
+    round."""
     assert job.compression is not None
     seed = job.seed if job.compression.seed is None else job.compression.seed
     return derive(seed, round_num, client)

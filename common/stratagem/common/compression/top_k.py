@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes
 
 _PLACES_READ: Final = 1 << 14
-"""The number of indices that are read at once."""
+"""The number of kept indices that are read from a payload at once."""
 
 
 class TopK:
@@ -52,7 +52,7 @@ class TopK:
         return window
 
     def _places(self, read: Read, start: int, stop: int, num_before: int) -> NDArray[np.int64]:
-        """Return the kept indices in a window; num_before: the number of kept indices before it."""
+        """Return the kept indices from start to stop; num_before: the number of those before."""
         if self._is_bitmap:
             first, skipped = divmod(start, 8)
             bits = read(4 * self._k + first, -(-stop // 8) - first, "u1")

@@ -41,10 +41,10 @@ from stratagem.common.numerics.shards import pairwise_sum
 
 MIN_DIMENSION: Final = 64
 BUNDLE: Final = "the bundle of all tensors"
-"""The name in the error if the sum of finite tensors overflows."""
+"""The name that NonFiniteError gives if the sum of finite tensors (the bundle) overflows."""
 SKETCH_THRESHOLD_FRACTION: Final = 0.7
 PLAIN_SHARE: Final = 0.25
-"""The largest share of the vector's places that tensors sent uncoded may take."""
+"""The largest share of the sketch's size that tensors sent uncoded may take."""
 _KEY_SALT: Final = 0x5BD1E995
 
 
@@ -59,7 +59,7 @@ class Sketch:
     """The size d of the sketch; a power of two, so that an odd a_b makes a permutation."""
 
     def project(self, x: FloatArray) -> FloatArray:
-        """Return the sketch, (d,), of x, (n,)."""
+        """Return the sketch, (d,), of the values x, (n,)."""
         total = np.zeros(self.dimension, np.float32)
         for block in range(self._num_blocks):
             elements, signs = self._block(block)
@@ -82,7 +82,7 @@ class Sketch:
         return -(-self.numel // self.dimension)
 
     def _block(self, block: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], FloatArray]:
-        """Return the element number and the sign at each place of one block."""
+        """Return the index and the sign of the element that block b puts at each place."""
         pair = np.array([2 * block, 2 * block + 1], np.uint64).astype(np.uint32)
         a, c = hash32(self.seed, pair)
         here = places(self.dimension)
@@ -93,31 +93,31 @@ class Sketch:
 
 
 def signs_of(seed: int, where: Words) -> FloatArray:
-    """Return pseudorandom signs: +1 if the hash of a place is even, else -1."""
+    """Return a pseudorandom sign for each place: +1 if the hash of the place is even, else -1."""
     odd = (hash32(seed, where) & np.uint32(1)).astype(np.float32)
     return np.float32(1.0) - np.float32(2.0) * odd
 
 
 def key_of(name: str, dimension: int) -> FloatArray:
-    """Return the ±1 vector to which a tensor is bound; it follows from the tensor's name alone."""
+    """Return the ±1 vector (key) that a tensor is multiplied by; it follows from the name alone."""
     return signs_of(key_seed(name), places(dimension))
 
 
 def key_seed(name: str) -> int:
-    """Return the hash seed of a tensor's ±1 vector."""
+    """Return the seed of the hash that makes a tensor's ±1 vector (key)."""
     return name_seed(name) ^ _KEY_SALT
 
 
 def bind(vector: FloatArray, key: FloatArray) -> FloatArray:
-    """Multiply a vector by a ±1 key; a second call with the same key unbinds it. Raises ValueError
-    for different lengths."""
+    """Multiply a sketch by a tensor's ±1 key; a second call with the same key undoes the first.
+    Raises ValueError for different lengths."""
     if vector.shape != key.shape:
         raise ValueError(f"a vector of shape {vector.shape} and a key of {key.shape}")
     return vector * key
 
 
 def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
-    """Add the vectors in order. Raises ValueError for no vectors, or different lengths."""
+    """Add the vectors in order. Raises ValueError if there are none or their lengths differ."""
     if not vectors:
         raise ValueError("a bundle of no vectors")
     total = vectors[0].copy()
@@ -132,8 +132,8 @@ def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
 
 
 def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> frozenset[int]:
-    """Return the indices of the small tensors that are sent uncoded beside the bundle; none by the
-    rules of `numerics` 1."""
+    """Return the indices of the small tensors that are sent uncoded beside the bundle (the sum of
+    the sketches); none under the numerics rules number 1."""
     if numerics < 2:
         return frozenset()
     room = PLAIN_SHARE * dimension_fraction * sum(spec.numel for spec in layout)
@@ -147,10 +147,10 @@ def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> f
 
 
 class VsaBesidePlain:
-    """A codec that sends most tensors in one bundle, and after it the small tensors uncoded."""
+    """A codec that sums sketches of most tensors in one bundle, and sends small tensors uncoded."""
 
     def __init__(self, layout: Layout, beside: frozenset[int], bundled: "Vsa") -> None:
-        """Wrap the codec of the bundle; beside: the indices of the tensors sent uncoded."""
+        """Wrap the codec of the bundle. beside: indices of the tensors to send uncoded."""
         self._layout, self._beside, self._bundled = layout, beside, bundled
         plain = [layout[place] for place in sorted(beside)]
         self._sizes = [bundled.payload_bytes, *(spec.raw_bytes for spec in plain)]
@@ -181,14 +181,14 @@ class VsaBesidePlain:
         ]
 
     def part(self, places: range) -> None:
-        """Return None: most tensors are in one bundle."""
+        """Return None, as the tensors in the bundle share one payload."""
 
     def decoder(self, place: int, read: Read) -> None:
-        """Return None: most tensors are in one bundle."""
+        """Return None, as the tensors in the bundle share one payload."""
 
 
 class Vsa:
-    """Vector symbolic codec: one bundle of all tensors, then a float32 scale per tensor."""
+    """Vector symbolic codec: one sum (bundle) of all tensors' sketches, then a scale per tensor."""
 
     def __init__(self, layout: Layout, *, dimension_fraction: float, sketch_codec: str) -> None:
         self._layout = layout
@@ -234,10 +234,10 @@ class Vsa:
         ]
 
     def part(self, places: range) -> None:
-        """Return None: all tensors are in one bundle."""
+        """Return None, as all tensors share one payload, the bundle."""
 
     def decoder(self, place: int, read: Read) -> None:
-        """Return None: a hash places each element, so a window needs the whole bundle."""
+        """Return None: a hash places each element, so every element needs the whole payload."""
 
     @np.errstate(over="ignore", invalid="ignore")  # the caller checks the sum
     def _bundled(self, tensors: Sequence[FloatArray], key: int) -> FloatArray:
@@ -252,7 +252,7 @@ class Vsa:
         )
 
     def _unbound(self, coded: ByteArray, key: int) -> list[FloatArray]:
-        """Decode each tensor from the bundle, still without its scale."""
+        """Decode each tensor from the bundle, not yet multiplied by the tensor's scale."""
         vector = self._inner.decoder(in_memory(coded))(0, self.dimension)
         return [
             self.sketch(place, key).transpose(bind(vector, key_of(spec.name, self.dimension)))
@@ -260,24 +260,24 @@ class Vsa:
         ]
 
     def sketch(self, place: int, key: int) -> Sketch:
-        """Return the sketch of the tensor at this index, for the payload with this key."""
+        """Return the count sketch of the tensor at this index, for the payload with this key."""
         spec = self._layout[place]
         return Sketch(derive(key, name_seed(spec.name)), spec.numel, self.dimension)
 
 
 def power_of_two_below(value: float) -> int:
-    """Return the largest power of two up to the value, but at least MIN_DIMENSION."""
+    """Return the largest power of two that is at most the value, but at least MIN_DIMENSION."""
     return max(MIN_DIMENSION, 1 << max(0, int(value).bit_length() - 1))
 
 
 def best_scale(x: FloatArray, y: FloatArray) -> np.float32:
-    """Return the least-squares scale s that brings s·y nearest to x; 0 if y is zero."""
+    """Return the factor s with which s·y is nearest to x by least squares; 0 if y is zero."""
     wide = y.astype(np.float64)  # squares of float32 overflow; products of two are exact
     return scale_of(pairwise_sum(wide * x), pairwise_sum(wide * wide))
 
 
 def scale_of(product: float, square: float) -> np.float32:
-    """Return the least-squares scale from the sums of x·y and of y²."""
+    """Return the factor s with which s·y is nearest to x, from the sums of x·y and of y²."""
     return np.float32(product / square if square else 0.0)
 
 

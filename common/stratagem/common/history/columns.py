@@ -40,7 +40,7 @@ class Columns:
         return (self.step, self.last, self.min, self.max, self.count, self.nonfinite)
 
     def to_bytes(self) -> bytes:
-        """Return all columns concatenated, little-endian; equal rows give equal bytes."""
+        """Return all columns concatenated as little-endian bytes; equal rows give equal bytes."""
         return b"".join(
             column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
             for column in self.arrays
@@ -83,7 +83,7 @@ EMPTY: Final = from_bytes(b"")
 
 
 def from_values(steps: Sequence[int], values: Sequence[float]) -> Columns:
-    """Return rows of stride 1: one row per step and value."""
+    """Return one row for each pair of a step and a value; each row is a bucket of one step."""
     value = np.array(values, np.float64)
     is_finite = np.isfinite(value)
     last = np.where(is_finite, value, np.nan)
@@ -103,12 +103,12 @@ def concatenated(parts: Sequence[Columns]) -> Columns:
 
 
 def part_of(columns: Columns, start: int, end: int) -> Columns:
-    """Return the rows [start, end), by row number."""
+    """Return the rows with the numbers start to end - 1."""
     return Columns(*(column[start:end] for column in columns.arrays))
 
 
 def coarsened(columns: Columns, stride: int) -> Columns:
-    """Merge all rows in the same bucket of `stride` steps into one row."""
+    """Return the rows with all rows in the same bucket of `stride` steps merged into one."""
     if not len(columns):
         return columns
     buckets = (columns.step - 1) // stride
@@ -130,12 +130,12 @@ def coarsened(columns: Columns, stride: int) -> Columns:
 
 
 def joined(parts: Sequence[Columns], stride: int) -> Columns:
-    """Concatenate parts with consecutive steps and merge their rows to this stride."""
+    """Concatenate parts with consecutive steps, and merge rows to buckets of `stride` steps."""
     return coarsened(concatenated(parts), stride)
 
 
 def clipped(columns: Columns, stride: int, from_step: int, to_step: int | None = None) -> Columns:
-    """Return the rows whose bucket, of this stride, contains a step from from_step to to_step."""
+    """Return the rows whose bucket of `stride` steps contains a step from from_step to to_step."""
     buckets = (columns.step - 1) // stride
     wanted = buckets >= (from_step - 1) // stride
     if to_step is not None:
@@ -144,7 +144,7 @@ def clipped(columns: Columns, stride: int, from_step: int, to_step: int | None =
 
 
 def shortened(columns: Columns, stride: int, max_rows: int) -> tuple[Columns, int]:
-    """Double the stride until at most max_rows rows are left; return the rows and the stride."""
+    """Double the stride and merge rows until at most max_rows are left; return rows and stride."""
     while len(columns) > max_rows:
         stride *= 2
         columns = coarsened(columns, stride)
@@ -164,7 +164,7 @@ MAX_ROWS: Final = 2048
 
 
 def stride_of(num_steps: int) -> int:
-    """Return the smallest power of two for which num_steps steps fit in MAX_ROWS rows."""
+    """Return the smallest power of two as stride so that num_steps steps fit in MAX_ROWS rows."""
     stride = 1
     while -(-num_steps // stride) > MAX_ROWS:
         stride *= 2

@@ -41,7 +41,7 @@ MAX_NAME: Final = 128
 
 
 class Series(NamedTuple):
-    """The name of a series, and whether its values depend on clocks and machines."""
+    """The name of a series of values, and whether the values depend on clocks and machines."""
 
     name: str
     observed: bool = False
@@ -64,11 +64,11 @@ class _SeriesRecorder:
     values: list[float] = field(default_factory=list)
     rows: Columns = EMPTY
     num_closed: int = 0
-    """The number of closed rows, which get no more values."""
+    """The number of closed rows: those before the last one, which get no more values."""
     num_taken: int = 0
 
     def fold(self, stride: int) -> None:
-        """Merge the pending values into rows. The last row stays open, as its steps may go on."""
+        """Merge pending values into rows; the last row stays open for values of later steps."""
         if self.steps:
             closed = part_of(self.rows, 0, self.num_closed)
             opened = part_of(self.rows, self.num_closed, len(self.rows))
@@ -78,7 +78,7 @@ class _SeriesRecorder:
             self.steps, self.values = [], []
 
     def take_closed(self) -> Columns:
-        """Return the rows that were closed since the last call."""
+        """Return the series' rows that were completed (closed) since the last call."""
         start, self.num_taken = self.num_taken, self.num_closed
         return part_of(self.rows, start, self.num_closed)
 
@@ -97,7 +97,7 @@ class Recorder:
 
     @classmethod
     def going_on(cls, stride: int, from_step: int, rows: SeriesRows) -> "Recorder":
-        """Make a recorder that continues the rows that another recorder's `rows` returned."""
+        """Make a recorder that continues from rows that another recorder's `rows` returned."""
         recorder = cls(stride, from_step)
         for series, columns in rows.items():
             if len(columns):
@@ -107,7 +107,7 @@ class Recorder:
         return recorder
 
     def add(self, step: int, values: Iterable[tuple[Series, float]]) -> None:
-        """Record values at a step; a series ignores a step up to its newest one."""
+        """Record values of several series at a step; a series ignores steps up to its newest."""
         recorded = self._series
         for series, value in values:
             its = recorded.get(series) or self._begin_series(series)
@@ -131,18 +131,18 @@ class Recorder:
         self._num_pending = 0
 
     def take(self) -> SeriesRows:
-        """Return the rows that were closed since the last call."""
+        """Return the rows that were completed (closed) since the last call."""
         self._fold()
         closed = {series: its.take_closed() for series, its in self._series.items()}
         return {series: rows for series, rows in closed.items() if len(rows)}
 
     def rewind(self) -> None:
-        """Make the next call of `take` return all closed rows from the first one on."""
+        """Make the next call of `take` return all closed rows again, from the first one on."""
         for its in self._series.values():
             its.num_taken = 0
 
     def end(self) -> SeriesRows:
-        """Close all open rows, and return the rows that were closed since the last call."""
+        """Close all rows that are still open, and return the rows closed since the last call."""
         self._fold()
         for its in self._series.values():
             its.num_closed = len(its.rows)
@@ -176,9 +176,9 @@ MAX_UNPACKED_BYTES: Final = MAX_SERIES * (MAX_ROWS + 1) * ROW_BYTES + (1 << 18)
 """The largest size of the unpacked rows and names of one recording."""
 
 _PART_ROWS: Final = 5000
-"""The number of rows that fit in one part even if nothing can be compressed."""
+"""The number of rows that fit in one packed part even if compression saves nothing."""
 _LEVEL: Final = 3
-"""The zlib level: output some percent larger than at a higher level, in half the time."""
+"""The zlib level, with an output some percent larger than at a higher level, in half the time."""
 _LENGTH: Final = struct.Struct("<I")
 _IN_PLANES: Final = b"\x01"
 """The first byte of rows packed in planes; older packed rows begin with zlib's byte."""
@@ -269,7 +269,8 @@ def _inflated(data: bytes, max_bytes: int) -> bytes:
 
 
 def _check(columns: Columns, starts: Sequence[int]) -> None:
-    """Raise InvalidInputError for impossible rows. starts: the index of each series' first row."""
+    """Raise InvalidInputError unless steps ascend within each series and counts are not negative.
+    starts: the index of each series' first row."""
     falls = np.flatnonzero(np.diff(columns.step) <= 0) + 1
     is_first_step = columns.step[[start for start in starts if start < len(columns)]] < 1
     if not set(falls.tolist()) <= set(starts) or is_first_step.any():
@@ -292,9 +293,9 @@ PREFIX: Final = "action."
 MAX_ACTIONS: Final = 64
 """The largest number of reported actions per stage: 3 values each, within a party's series."""
 MIN_WAIT_S: Final = 1e-5
-"""The shortest wait that is reported; shorter ones are only the time of a check."""
+"""The shortest wait that is reported; a shorter one is only the time that checking takes."""
 NONE: Final = -1
-"""The micro-batch number of work that is done once for all micro-batches."""
+"""The micro-batch number of an action that is done once for all micro-batches."""
 
 _PARTY: Final = "actions"
 _UNITS_PER_S: Final = 1 << 20
@@ -318,17 +319,18 @@ class StageAction:
 
 
 def party_of_stage(stage: int) -> str:
-    """Return the name of the sub-party under which the actions of a stage are reported."""
+    """Return the name of the sub-party under which the actions of a pipeline stage are reported."""
     return f"{_PARTY}/{stage}"
 
 
 def is_of_newest_segment(party: str) -> bool:
-    """Return whether a party reports stage actions, of which only the newest segment is kept."""
+    """Return whether a party is one of those that hold pipeline stages' actions; of their rows only
+    those of the newest segment are kept."""
     return party.rpartition("/")[0].rpartition("/")[2] == _PARTY
 
 
 def told(actions: Sequence[StageAction]) -> list[StageAction]:
-    """Return the actions thinned out to MAX_ACTIONS: of every n-th micro-batch and of the last."""
+    """Thin out the actions to MAX_ACTIONS: return those of every n-th micro-batch and the last."""
     numbers = sorted({action.micro_batch for action in actions if action.micro_batch != NONE})
     stride = 1
     chosen = set(numbers)
@@ -347,16 +349,16 @@ class StageReport:
     rank: int
     """The rank, in the pipeline, of the worker that has the stage."""
     sources: Sequence[int]
-    """The stages from which the stage receives activations, and to which it sends gradients."""
+    """The stages from which this stage receives activations, and to which it returns gradients."""
     actions: Sequence[StageAction]
     began_s: float = 0.0
     """The time at which the worker began the step, by the worker's own clock."""
     clock: int = 0
-    """The number of the worker's clock; workers with the same number share a clock. 0: unknown."""
+    """The number of the worker's clock, equal for workers that share a clock; 0: unknown."""
 
     @property
     def values(self) -> dict[str, float]:
-        """Encode the report as values keyed by series name."""
+        """Return the report as values, keyed by the names of the series that record them."""
         values = {
             f"{PREFIX}rank": float(self.rank),
             f"{PREFIX}began_s": _rounded(self.began_s),
@@ -374,7 +376,7 @@ class StageReport:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> Self:
-        """Decode the report from values keyed by series name; incomplete actions are left out."""
+        """Decode a report from values keyed by series name; incomplete actions are left out."""
         by_action: dict[tuple[str, int], dict[str, float]] = {}
         sources: list[int] = []
         for name, value in values.items():

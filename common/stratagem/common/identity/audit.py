@@ -16,9 +16,9 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.schema.json import JSON, dump_json
 
 GENESIS: Final = "0" * 64
-"""The `previous` hash of the first line."""
+"""The value of `previous` in the first line of an audit log."""
 TORN: Final = "torn"
-"""The kind of a line that replaces a partial line left by a crash."""
+"""The kind of a line that replaces a line of which a crash left only a part."""
 MAX_LINE_BYTES: Final = 64 << 10
 
 
@@ -28,21 +28,21 @@ class CheckedAudit:
 
     num_lines: int
     head: str
-    """The hash of the last line; a copy elsewhere proves that nothing before it was changed."""
+    """The hash of the last line; kept elsewhere, it proves that no line up to it has changed."""
     num_torn: int
-    """The number of lines that replace partial ones."""
+    """The number of lines that replace partial lines left by crashes."""
     is_torn: bool
-    """The file ends in a partial line."""
+    """True if the file ends in a partial line, left by a crash."""
 
 
 def line_of(record: Mapping[str, JSON], previous: str) -> bytes:
-    """Encode a record as the line that follows the line with the hash `previous`."""
+    """Encode a record as the audit line that follows a line with the hash `previous`."""
     body = {**record, "previous": previous}
     return dump_json({**body, "hash": _hash(body)}).encode() + b"\n"
 
 
 def torn_record(fragment: bytes) -> dict[str, JSON]:
-    """Return the record that replaces a partial line."""
+    """Return the record for the line that replaces a partial line left by a crash."""
     return {
         "kind": TORN,
         "torn_bytes": len(fragment),

@@ -63,7 +63,7 @@ ALL_SCOPES: Final = frozenset(Scope)
 
 
 def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
-    """Return the scopes together with the lesser scopes that they imply."""
+    """Return the scopes together with the lower scopes that each of them includes."""
     order = list(Scope)
     highest = max((order.index(scope) for scope in scopes), default=-1)
     return frozenset(order[: highest + 1])
@@ -127,7 +127,7 @@ def read_tokens(path: Path) -> tuple[KnownToken, ...]:
 
 
 class TokenBook:
-    """The records of a tokens file, reloaded when it changes."""
+    """The token records in a tokens file of a server, reloaded when the file changes."""
 
     def __init__(self, path: Path) -> None:
         """Read the file; one that does not exist yet has no tokens. Raises InvalidInputError if
@@ -154,7 +154,7 @@ class TokenBook:
 
 
 class TokenFile:
-    """The token that this process shows to servers, reloaded when its file changes."""
+    """The token that this process sends to servers, reloaded when its file changes."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
@@ -178,7 +178,7 @@ class TokenFile:
 
 
 def token_in(metadata: Iterable[tuple[str, Any]]) -> str:
-    """Return the token that a call carries, or ""."""
+    """Return the token in the metadata of a call, or "" if it carries none."""
     given = [str(value) for key, value in metadata if key == HEADER]
     return given[0].removeprefix(_SCHEME) if len(given) == 1 else ""
 
@@ -221,7 +221,7 @@ Who = Role | Scope | Anyone
 
 
 class Names(StrEnum):
-    """The kind of resource that a request names, which decides how ownership is checked."""
+    """The kind of resource that a call's requests name, which decides how ownership is checked."""
 
     NOTHING = "nothing that has an owner"
     SHARED_RUN = "a run: with `read` all runs are visible, and their states"
@@ -237,13 +237,13 @@ class Names(StrEnum):
 
 
 UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DATA, Names.ORDERED})
-"""The kinds of resources that every permitted caller may name."""
+"""The kinds of resources that any caller who may make the call may also name."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """A row of the table of calls: the scopes or roles of which a caller needs one, and the kind of
-    resource that requests name."""
+    """A row of the table of calls: the scopes or roles that may make the call (one is enough), and
+    the kind of resource that its requests name."""
 
     who: tuple[Who, ...]
     names: Names
@@ -318,7 +318,7 @@ def is_open(method: str) -> bool:
 
 
 def say_needed(needed: Iterable[Who]) -> str:
-    """Format the scopes and roles, of which a caller needs one, for an error message."""
+    """Format the scopes and roles, any one of which is enough for a call, for an error message."""
     words = [
         f"the scope {need}" if isinstance(need, Scope) else f"the role {need}" for need in needed
     ]
@@ -404,7 +404,7 @@ class RevokedFile:
 # ---- Authentication ----
 
 _NUMBERED: Final = "#"
-"""The separator between a token's name and id; no name contains it."""
+"""The separator between a token's name and its id in an owner's name; no token name contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,8 +419,8 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """Return the name under which the caller owns what it creates. A new token inherits nothing
-        from a revoked one of its name; a renewed certificate has the same owner."""
+        """Return the name under which the caller owns what it creates. A new token is another owner
+        than a removed one of its name; a renewed certificate is the same."""
         return f"{self.name}{_NUMBERED}{self.token_id}" if self.token_id else self.name
 
     @property
@@ -430,7 +430,7 @@ class Caller:
 
     @property
     def may(self) -> frozenset[Who]:
-        """Return the caller's scopes and role, at least one of which a call must accept."""
+        """Return the caller's scopes and role; a call must accept at least one of them."""
         return self.scopes if self.cert_id is None else self.scopes | {self.cert_id.role}
 
     @property
@@ -472,7 +472,7 @@ _check_again: ContextVar[Callable[[], None] | None] = ContextVar("check_again", 
 
 
 def current_caller() -> Caller:
-    """Return the caller of the call that this task serves."""
+    """Return the authenticated caller of the call that this task serves."""
     return _caller.get()
 
 

@@ -59,7 +59,7 @@ SKEW: Final = timedelta(minutes=5)
 
 
 def create(folder: Path, trust_domain: str, valid: timedelta) -> None:
-    """Create the files of a first authority. Raises AlreadyExistsError if there is one."""
+    """Create a first authority: its key and certificate. Raises AlreadyExistsError if it exists."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     name = subject(f"{trust_domain} development authority")
     key, certificate = _new(name, valid)
@@ -68,12 +68,12 @@ def create(folder: Path, trust_domain: str, valid: timedelta) -> None:
 
 
 def trusted(folder: Path) -> list[x509.Certificate]:
-    """Return the trusted authorities in a folder that `certs init` made."""
+    """Return the certificates of the trusted authorities in a folder that `certs init` made."""
     return certificates_in("folder", folder / CA_FILE)
 
 
 def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Return the authority that signs now, whose private key is in the folder, and that key."""
+    """Return the certificate of the authority that signs now, and its private key."""
     path = folder / CA_KEY_FILE
     try:
         key = load_pem_private_key(path.read_bytes(), None)
@@ -109,8 +109,8 @@ def renew(folder: Path, valid: timedelta) -> None:
 
 
 def retire(folder: Path, signed: Sequence[Path]) -> None:
-    """Stop trusting the old authority. Raises WrongStateError if there is none, or if the old one
-    has signed one of the certificates in these files."""
+    """Stop trusting the authority that no longer signs. Raises WrongStateError if there is none, or
+    if it has signed one of the certificates in these files."""
     current, _ = signer(folder)
     if len(trusted(folder)) == 1:
         raise WrongStateError(f"{folder / CA_FILE} holds one authority; there is none to retire")
@@ -128,7 +128,7 @@ def subject(common_name: str) -> x509.Name:
 
 
 def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
-    """Return a builder for a certificate that is valid from now until `ends`."""
+    """Return a builder for an X.509 certificate that is valid from now until `ends`."""
     return (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -149,7 +149,7 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> None:
-    """Write a new file, or replace one, atomically, never with more permissions than `mode`."""
+    """Write a new file, or replace one, atomically and never with wider permissions than `mode`."""
     if path.exists() and not replace:
         raise AlreadyExistsError(f"{path} is there already")
     with whole_file(path, mode=mode) as file:
@@ -239,7 +239,8 @@ class Authority:
         return self.files(file)
 
     def end_of(self, valid: timedelta | None) -> datetime:
-        """Return when a certificate signed now ends; InvalidInputError if `valid` is too long."""
+        """Return the time at which a certificate signed now ends. Raises InvalidInputError if
+        `valid` is too long."""
         authority, _ = signer(self.folder)
         now, last = datetime.now(UTC), authority.not_valid_after_utc
         path = self.folder / CA_FILE
@@ -261,7 +262,7 @@ class Authority:
         return now + valid
 
     def files(self, name: str) -> TlsFiles:
-        """Return the TLS files of a certificate by name, such as `worker-w0` or `pool-a`."""
+        """Return the paths of the TLS files of a certificate, named as `worker-w0` or `pool-a`."""
         folder = self.folder
         return TlsFiles(folder / CA_FILE, folder / f"{name}.crt", folder / f"{name}.key")
 
@@ -337,10 +338,8 @@ def issue(
     renew: bool = False,
     days: int | None = None,
 ) -> list[Path]:
-    """Sign certificates for more processes with an existing authority; return their paths.
-
-    renew: replace existing certificates, without names all of them.
-    """
+    """Sign certificates for more processes with an existing authority; return their paths. renew:
+    replace existing certificates, all of them if no names are given."""
     named = _signed(folder)
     authority = Authority(folder, named[0].trust_domain)
     wanted: list[tuple[Role, str, Sequence[str]]]
@@ -388,7 +387,7 @@ def _valid(days: int | None) -> timedelta | None:
 def _named(
     workers: Sequence[str], pools: Sequence[str], clients: Sequence[str]
 ) -> list[tuple[Role, str]]:
-    """Return the (role, name) of each wanted certificate. Raises InvalidInputError for an invalid
+    """Return the (role, name) of each certificate to make. Raises InvalidInputError for an invalid
     name."""
     return [
         *((Role.WORKER, check_worker_id(worker)) for worker in workers),
@@ -405,7 +404,7 @@ def _file_name(cert_id: CertId) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The contents of a certificate in the form for people."""
+    """The contents of a certificate, as shown to people."""
 
     file: str
     role: str

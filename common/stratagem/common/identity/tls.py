@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _MAX_LINKS: Final = 8
 AUTHORITY: Final = "authority"
-"""The pseudo-role of a certificate that signs others."""
+"""The pseudo-role of the holder of a certificate that signs other certificates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def chain_of(
     ca_file: str,
     authorities: Sequence[x509.Certificate],
 ) -> Chain:
-    """Build the chain of the first certificate. whose: the file of that certificate, and of those
-    between it and the authorities."""
+    """Build the chain of the first certificate. whose: the name, in messages, of the file with the
+    certificate and those between it and the authorities."""
     current = certificates[0]
     links = [_link(whose, current, is_authority=False)]
     candidates = [(whose, certificate) for certificate in certificates[1:]]
@@ -91,15 +91,13 @@ def chain_of(
 
 
 def ended(chain: Chain) -> ChainCertificate | None:
-    """Return the expired certificate of a chain; None while all are valid.
-
-    Of several the highest, because certificates newly signed below it would not be valid either.
-    """
+    """Return an expired certificate of a chain, or None while all are valid. Of several it is the
+    one nearest to the root: new certificates below it would be invalid, too."""
     return next((link for link in reversed(chain) if link.has_ended), None)
 
 
 def first_to_end(chain: Chain) -> ChainCertificate | None:
-    """Return the certificate that expires first; of several the one highest in the chain."""
+    """Return the certificate that expires first; among equals the one nearest to the root."""
     return min(reversed(chain), key=lambda link: link.ends, default=None)
 
 
@@ -179,7 +177,7 @@ class CertId:
         return f"spiffe://{self.trust_domain}/role/{role}/{name}"
 
     def covers(self, name: str) -> bool:
-        """Return whether the holder of this identity may use the name."""
+        """Return whether the holder of this identity may act under the name."""
         label, _, rest = name.partition(".")
         return name == self.name or bool(self.pool and label and rest == self.pool)
 
@@ -209,10 +207,8 @@ def of_pool(pool: str) -> str:
 
 
 def worker_name(trust_domain: str, worker_id: str = "") -> str:
-    """Return the DNS name in the certificate of a worker, or of any worker if none is named.
-
-    The name for a pool has a wildcard for one label: `*.<pool>.worker.<trust domain>`.
-    """
+    """Return the DNS name in the certificate of a worker, or of any worker if none is named. The
+    name for a pool has a wildcard for one label: `*.<pool>.worker.<trust domain>`."""
     return ".".join(label for label in (worker_id, Role.WORKER, trust_domain) if label)
 
 
@@ -225,7 +221,7 @@ class Material:
     key: bytes | None
     cert_id: CertId | None
     chain: Chain = ()
-    """The certificate and the known authorities above it; empty without a certificate."""
+    """The process's certificate and the known authorities above it; empty without a certificate."""
 
     @property
     def expires(self) -> datetime | None:
@@ -235,7 +231,7 @@ class Material:
 
     @property
     def problem(self) -> str:
-        """Return a sentence about the chain's expired certificate; "" if none has expired."""
+        """Return a sentence about an expired certificate of the chain; "" if none has expired."""
         link = ended(self.chain)
         return "" if link is None else expiry_text(link, str(self.chain[0]))
 
@@ -307,10 +303,7 @@ def tls_files(
     ca: Path | None, cert: Path | None, key: Path | None, *, needs_cert: bool
 ) -> TlsFiles | None:
     """Make TlsFiles from three settings; None if none is set. Raises InvalidInputError, which names
-    a missing one.
-
-    needs_cert: the process must prove its identity, as every server must.
-    """
+    a missing one. needs_cert: the process must prove its identity, as every server must."""
     given = {"tls_ca": ca, "tls_cert": cert, "tls_key": key}
     if not any(given.values()):
         return None
@@ -324,7 +317,7 @@ def tls_files(
 
 
 def links_of(field: str, file: Path) -> Chain:
-    """Read the certificate chain in one file. Raises InvalidInputError, which names the setting."""
+    """Read the certificate chain in one file. Raises InvalidInputError that names the setting."""
     certificates = certificates_in(field, file)
     return chain_of(str(file), certificates, "", ())
 

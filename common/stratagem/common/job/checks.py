@@ -66,7 +66,7 @@ def check_objective_of_stages(job: Any) -> Iterator[Violation]:
 
 
 def check_sites(job: Any) -> Iterator[Violation]:
-    """Yield an error if regions name sites in a job that simulates its clients."""
+    """Yield an error if `regions` names sites, and the job simulates its clients instead."""
     regions = getattr(job.strategy.options, "regions", None)
     if not job.data.worker_local and are_named(regions or {}):
         text = "names sites, which are workers with rows of their own; give data.worker_local, or "
@@ -126,7 +126,7 @@ def _intervals(job: Any) -> Iterator[tuple[str, Every]]:
 
 
 def check_units(job: Any) -> Iterator[Violation]:
-    """Yield an error for each interval in a unit that the strategy does not count in."""
+    """Yield an error for each interval whose unit is not one that the strategy counts in."""
     kind = job.strategy.type
     by_kind = {
         "Federated": ("round",),
@@ -141,7 +141,8 @@ def check_units(job: Any) -> Iterator[Violation]:
 
 
 def check_followed(job: Any) -> Iterator[Violation]:
-    """Yield an error if a stop or plateau follows an unmeasured metric, or one of unknown mode."""
+    """Yield an error if early stopping or a plateau follows a metric without measurement or
+    mode."""
     evaluation, optimizer = job.evaluation, job.optimizer
     if evaluation is None:
         return
@@ -164,7 +165,7 @@ def check_followed(job: Any) -> Iterator[Violation]:
 
 
 def check_settings(job: Any) -> Iterator[Violation]:
-    """Yield an error if a setting of the schedule ends at a step at which nothing is committed."""
+    """Yield an error if a setting of the hyperparameter schedule ends at a step without commit."""
     schedule, num_steps = job.hyperparameter_schedule, job.num_steps
     if schedule is None or num_steps is None or (schedule.last_step or 0) > num_steps:
         return
@@ -188,7 +189,8 @@ MAX_TURNS: Final = 8
 
 
 def check_turns(job: Any) -> Iterator[Violation]:
-    """Yield an error if turns are too few, too many, repeat a name, or do not fit the strategy."""
+    """Yield an error if turns (optimizers that alternate in each step) are too few or too many,
+    repeat a name, or do not fit the strategy."""
     turns = job.turns
     if turns is None:
         return
@@ -228,8 +230,7 @@ def check_compression(job: Any) -> Iterator[Violation]:
 
 
 def check_order_of_sums(job: Any) -> Iterator[Violation]:
-    """Yield an error if a job that is deterministic or verified uses an all-reduce that adds in a
-    varying order."""
+    """Yield an error if a deterministic or verified job uses an all-reduce of varying order."""
     how, is_verified = all_reduce_of(job.strategy), job.verification is not None
     if how != DIRECT_ALL_REDUCE and (job.execution.deterministic or is_verified):
         text = f"{how} adds in an order that depends on the workers; "
@@ -240,7 +241,7 @@ def check_order_of_sums(job: Any) -> Iterator[Violation]:
 
 
 def check_pipeline_accumulation(job: Any) -> Iterator[Violation]:
-    """Yield an error if `accumulation` contradicts the micro-batches of the innermost pipeline."""
+    """Yield an error if `accumulation` contradicts the innermost pipeline's micro-batches."""
     spec, (*_, (_, innermost)) = job.accumulation, levels(job.strategy)
     pipeline = innermost.communication if isinstance(innermost, ModelParallel) else None
     if not isinstance(pipeline, Pipeline):
@@ -276,7 +277,8 @@ def _kind(strategy: Any) -> str:
 
 
 def check_phases(job: Any) -> Iterator[Violation]:
-    """Yield an error if the strategy, or a job that is not deterministic, rules out phase training.
+    """Yield an error if phase training is set with a strategy that excludes it, or without
+    determinism.
 
     All members must decide alike when to predict, so each must hold the sum over the whole batch
     and the whole model.
@@ -311,7 +313,7 @@ def check_weight_average(job: Any) -> Iterator[Violation]:
 
 
 def check_local_periods(job: Any) -> Iterator[Violation]:
-    """Yield an error if a commit or evaluation is due between two joins of local-step replicas."""
+    """Yield an error if a commit or evaluation is due between joins of local-step replicas."""
     local_steps = local_steps_of(job.strategy)
     if local_steps is None:
         return
@@ -333,12 +335,12 @@ def check_local_periods(job: Any) -> Iterator[Violation]:
 BY_ELEMENT: Final = (
     *("adadelta", "adagrad", "adam", "adamax", "adamw", "nadam", "radam", "rmsprop", "sgd"),
 )
-"""Optimizers that compute the same bits on slices of a parameter; tests compare them."""
+"""Optimizers that compute the same bits on slices of a parameter as on the whole; tests check."""
 
 
 def check_elementwise(job: Any) -> Iterator[Violation]:
-    """Yield an error for each optimizer not known to compute the same bits on slices of a
-    parameter, if each worker keeps only a slice of the optimizer's state."""
+    """Yield an error, if each worker keeps only a slice of the optimizer's state, for each
+    optimizer not known to compute the same bits on slices as on whole parameters."""
     if job.optimizer is None or not partitions_state(job.strategy):
         return
     for grouped in job.optimizer.rules():
@@ -353,7 +355,7 @@ def check_elementwise(job: Any) -> Iterator[Violation]:
 
 
 def check_outermost(job: Any) -> Iterator[Violation]:
-    """Yield an error if an inner strategy sets an option of the outermost strategy alone."""
+    """Yield an error if a nested strategy sets an option that only the outermost one may set."""
     for path, strategy in levels(job.strategy):
         has = {
             "partition_state": partitions_state(strategy),
@@ -369,7 +371,7 @@ def check_outermost(job: Any) -> Iterator[Violation]:
 
 
 def check_client_records(job: Any) -> Iterator[Violation]:
-    """Yield an error if client steps are recorded without clients, or without recorded steps."""
+    """Yield an error if steps of clients are recorded without clients or `recording.steps`."""
     if job.recording is None or not job.recording.client_steps:
         return
     strategy, field = job.strategy, "recording.client_steps"
@@ -387,7 +389,8 @@ _NORMALIZE: Final = "strategy.options.normalize"
 
 
 def check_lengths_of_steps(job: Any) -> Iterator[Violation]:
-    """Yield an error if changes are normalized and a client's step lengths are unknown."""
+    """Yield an error if updates are normalized (FedNova), but the job's optimizer settings make the
+    length of a client's steps unknown."""
     strategy, optimizer = job.strategy, job.optimizer
     if not isinstance(strategy, Federated) or strategy.options.normalize is None or not optimizer:
         return
@@ -433,7 +436,7 @@ def check_adaptive_clipping(job: Any) -> Iterator[Violation]:
 
 
 def check_rows_protected(job: Any) -> Iterator[Violation]:
-    """Yield an error for each module and round option that `privacy.unit: row` does not allow."""
+    """Yield an error for each module and round option that row privacy does not allow."""
     if job.privacy is None or job.privacy.unit != "row" or not isinstance(job.strategy, Federated):
         return
     if job.model.graph is not None:
@@ -457,7 +460,7 @@ def _mixing_rows(graph: GraphSpec, path: str) -> Iterator[Violation]:
 
 
 def check_graph_strategy(job: Any) -> Iterator[Violation]:
-    """Yield an error if the model graph names a strategy other than that of the job."""
+    """Yield an error if the model graph names a strategy that differs from the job's."""
     graph = job.model.graph
     if graph is None or graph.training_strategy is None:
         return
@@ -508,8 +511,8 @@ def check_replica(job: Any) -> Iterator[Violation]:
 
 
 def check_stages(job: Any) -> Iterator[Violation]:
-    """Yield an error if the partitions do not cover each node of a graph model exactly once; other
-    models are checked by the workers."""
+    """Yield an error if the partitions do not cover each node of a graph model exactly once;
+    workers check other models."""
     if isinstance(job.strategy, ModelParallel):
         yield from _partitions(job, job.strategy, "strategy")
 

@@ -25,9 +25,9 @@ _OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
     "dimension_fraction": ("vsa",),
     "sketch_codec": ("vsa",),
 }
-"""Options that only some codecs have."""
+"""The options that only some codecs have, each with the names of those codecs."""
 BLOCK: Final = 128
-"""Elements that have a scale in common, where the codec has blocks and no size of them is given."""
+"""The number of elements that share a scale in a codec with blocks, if the job does not say."""
 _BIASED: Final = frozenset({"ternary", "top_k", "low_rank", "vsa"})
 
 
@@ -108,8 +108,8 @@ class CompressionSpec(Section):
 def exchanged_codec(
     compression: CompressionSpec | None, strategy: Strategy
 ) -> CompressionSpec | None:
-    """Return the codec of the gradients that replicas exchange, from whichever section sets it;
-    None if they are sent uncoded."""
+    """Return the section with the codec of the gradients that replicas exchange, wherever it is
+    set; None if they are sent uncoded."""
     if isinstance(strategy, DataParallel) and strategy.options.outer_bits is not None:
         bits = strategy.options.outer_bits
         return CompressionSpec(codec="int8" if bits == 8 else "int4", block=BLOCK)

@@ -85,12 +85,12 @@ def scheduled_job(job: JobSpec, setting: SettingSpec) -> JobSpec:
 
 
 def entry_points(job: JobSpec) -> tuple[str, ...]:
-    """Return the entry points that the job names; no other user code may be imported."""
+    """Return the entry points that the job names; workers may import no other user code for it."""
     return tuple(dict.fromkeys(entry_points_by_field(job).values()))
 
 
 def entry_points_by_field(job: JobSpec) -> dict[str, str]:
-    """Return the entry points that the job names, keyed by the path of the naming field."""
+    """Return the entry points that the job names, keyed by the path of the field with the name."""
     data, order, evaluation = job.data, job.data.order, job.evaluation
     named: dict[str, str | None] = {
         "model.entrypoint": job.model.entrypoint,
@@ -122,8 +122,8 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
 
 
 def _drawn(job: JobSpec) -> dict[str, str | None]:
-    """Return the entry points in a population's search space and in the settings of a schedule,
-    keyed by the path of their list item."""
+    """Return the entry points among the choices of a population's search space and in the settings
+    of a hyperparameter schedule, keyed by the path of their list item."""
     names: dict[str, str | None] = {}
     schedule = job.hyperparameter_schedule
     for place, setting in enumerate(schedule.settings if schedule else ()):

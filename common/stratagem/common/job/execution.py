@@ -63,7 +63,7 @@ Parallelism: TypeAlias = (
 
 
 def number_of(variant: Variant) -> int:
-    """Return the one number that a variant such as Accumulated or PipelineParallel holds."""
+    """Return the number in a setting such as Accumulated(4) or PipelineParallel(2)."""
     match variant:
         case Checkpointed(number) | Accumulated(number):
             return number
@@ -184,12 +184,12 @@ class ExecutionSpec(Section):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Return how many blocks apart activations are kept; None without checkpointing."""
+        """Return how many blocks apart activations are kept; None: all are kept."""
         return self.gradient.interval if isinstance(self.gradient, Checkpointed) else None
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Return the number of micro-batches per shard; None without accumulation."""
+        """Return the number of micro-batches per shard; None without gradient accumulation."""
         return self.gradient.steps if isinstance(self.gradient, Accumulated) else None
 
     @property
@@ -204,7 +204,7 @@ class ExecutionSpec(Section):
                 return number_of(variant)
 
     def summary(self) -> str:
-        """Return the section as a heading and seven lines."""
+        """Return the section as text for people: a heading and seven lines."""
         lines = {
             "Mode": self.mode,
             "Gradient": _text(self.gradient),
@@ -252,7 +252,7 @@ class AccumulationSpec(Section):
 
     @property
     def must_divide(self) -> bool:
-        """Return whether the sum over the window is divided by its weight."""
+        """Return whether the gradients added up over a step are divided by their total weight."""
         return self.normalize == "mean"
 
     @property
@@ -261,7 +261,7 @@ class AccumulationSpec(Section):
         return self.non_finite == "skip_step"
 
     def cut(self, num_rows: int) -> tuple[range, ...]:
-        """Return the micro-batches of a share of `num_rows` rows, in order; none is empty."""
+        """Cut a share of `num_rows` rows into micro-batches, in order; none is empty."""
         size = self.micro_batch_size
         if size is None:
             return split_rows(num_rows, min(self.steps or 1, num_rows)) if num_rows else ()

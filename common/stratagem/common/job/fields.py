@@ -76,7 +76,7 @@ LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The names of the built-in losses, each with its keyword arguments."""
 RETURNED: Final = "model"
-"""The name of the loss that the model itself returns, beside its outputs."""
+"""The loss name for a model whose forward itself returns the loss beside its outputs."""
 FROM_LOSS: Final = ("loss", "perplexity")
 """Metrics that can be computed from the loss alone."""
 METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")
@@ -109,7 +109,7 @@ def check_loss_kwargs(name: str, kwargs: Mapping[str, Any]) -> Iterator[Violatio
 # such as `test.accuracy.client_p10` beside `test.accuracy`.
 
 CLIENT_MEAN: Final = "client_mean"
-"""The suffix of the mean over clients, for metrics that are no sums over rows."""
+"""The suffix of a metric's mean over clients, for metrics that are no sums over rows."""
 CLIENT_MIN: Final = "client_min"
 CLIENT_MAX: Final = "client_max"
 SHARES: Final[Mapping[str, float]] = {
@@ -119,22 +119,22 @@ SHARES: Final[Mapping[str, float]] = {
     "client_p90": 0.9,
     CLIENT_MAX: 1.0,
 }
-"""The quantiles over clients that are reported, as shares keyed by name."""
+"""The quantiles over clients that are reported, as numbers in [0, 1] keyed by suffix."""
 
 
 def of_metric(name: str) -> str:
-    """Return "loss" for a spread over clients such as "loss.client_p90"; other names unchanged."""
+    """Return "loss" for a quantile over clients, such as "loss.client_p90"; other names as is."""
     metric, _, last = name.rpartition(".")
     return metric if last in SHARES else name
 
 
 def without_spreads(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics without the entries that describe their spread over clients."""
+    """Return the metrics without the quantiles over clients."""
     return {name: value for name, value in metrics.items() if of_metric(name) == name}
 
 
 def range_of(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """Return the smallest and the largest value of a metric over clients; None if they are unknown.
+    """Return the smallest and the largest value that a metric has on one client; None if unknown.
 
     Only the mean over clients has a range; a value over all rows may lie outside of it.
     """

@@ -1,8 +1,8 @@
 """Read a job file (YAML, TOML or JSON, by its suffix) and apply `a.b=c` overrides.
 
-YAML is read as version 1.2 does, so that `lr: 1e-3` is a number and `mode: off` is text, and a
-key that stands twice is refused in all three formats. Knows no field of the job but those that hold
-what is the user's own.
+YAML is read as version 1.2 does, so that `lr: 1e-3` is a number and `mode: off` is text, and a key
+that stands twice is refused in all three formats. The module knows no fields of the job except
+those that hold the user's own mappings.
 """
 
 import re
@@ -18,7 +18,7 @@ from stratagem.common.job.job import JobSpec
 from stratagem.common.schema.json import JSON, check_json, item_of, load_json, no_item
 
 _OF_THE_USER: Final = frozenset({"kwargs", "config"})
-"""Keys of mappings that hold the user's own fields, which have no defaults of ours."""
+"""The keys of mappings whose content is for the user's code; it has no defaults of ours."""
 _SHORT_FORMS: Final = {
     "code": ("path", "path"),
     "loss": ("name", "entrypoint"),
@@ -26,8 +26,8 @@ _SHORT_FORMS: Final = {
     "data.order": ("by", "entrypoint"),
     "compression": ("codec", "codec"),
 }
-"""For each section with a bare-text form: the field that plain text sets, and the field that
-"module:name" sets."""
+"""The two fields that bare text sets in each section with a short form: the first for plain text,
+the second for "module:name"."""
 _SUFFIXES: Final = ".yaml, .yml, .toml, .json"
 
 
@@ -89,8 +89,8 @@ def _parse(suffix: str, text: str) -> object:
 
 def _apply(document: dict[str, JSON], override: str) -> None:
     """Set one value in place, creating missing mappings on the way. An item of a list is named by
-    its index, from 0, or by its name. null removes a field, so that its default holds; to the
-    user's own functions it is a value."""
+    its index, from 0, or by its name. null removes a field, so that its default holds, but is
+    passed on as an argument of a user's function."""
     dotted, value = _read_override(override)
     parts = dotted.split(".")
     target: dict[str, JSON] | list[JSON] = document
@@ -112,8 +112,8 @@ def _apply(document: dict[str, JSON], override: str) -> None:
 def _inside(
     target: dict[str, JSON] | list[JSON], part: str, override: str, path: Sequence[str]
 ) -> JSON:
-    """Return the child that one part of a path names, expanding a short form, or creating a mapping
-    if it is missing."""
+    """Return the child of `target` that one part of an override's path names; a child in short form
+    is expanded, a missing one is created as an empty mapping."""
     if isinstance(target, list):
         return target[_place(target, part, override, path)]
     child, fields = target.get(part), _SHORT_FORMS.get(".".join([*path, part]))
@@ -176,7 +176,8 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 def _resolve(tag: str, pattern: str, first: str) -> None:
-    """Make the loader tag plain scalars that match the pattern. first: their first characters."""
+    """Make the loader give the YAML type `tag` to unquoted text that matches the pattern. first:
+    the characters with which such text may begin."""
     whole = re.compile(rf"(?:{pattern})\Z")
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, [*first] or [""])
 

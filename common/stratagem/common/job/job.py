@@ -1,7 +1,7 @@
 """The job: everything that decides a run.
 
-`canonical_json` is the one text of a job: equal jobs have equal text, and reading it gives the
-job back. Does not know whether this installation can carry the job out.
+`canonical_json` is the one text of a job: equal jobs have equal text, and reading it gives the job
+back. The module does not know whether this installation can carry the job out.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,7 +56,7 @@ _ABSENT: Any = None
 _IF_THERE = WrapSerializer(lambda section, write: None if section is None else write(section))
 
 _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"}
-"""The unit in which a strategy counts its evaluations by default; epochs for others."""
+"""The default unit of the interval between evaluations, keyed by strategy; epochs for others."""
 
 
 class JobSpec(Section):
@@ -110,7 +110,7 @@ class JobSpec(Section):
     placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     def _settle_strategy(self) -> Iterator[Violation]:
-        """Combine the strategy with those in the graph; yield an error if that is impossible."""
+        """Merge strategies in the model graph into the job's; yield an error if they do not fit."""
         graph = self.model.graph
         try:
             if graph is not None and "strategy" not in self.model_fields_set:
@@ -151,8 +151,8 @@ class JobSpec(Section):
 
     @property
     def window(self) -> AccumulationSpec:
-        """Return the settings of gradient accumulation, defaults included; `execution.gradient:
-        {Accumulated: n}` is another way to set `steps`."""
+        """Return the settings of gradient accumulation, defaults included, with the `steps` that
+        `execution.gradient: {Accumulated: n}` sets."""
         spec, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
         return spec if steps is None else spec.with_changes(steps=steps)
 
@@ -179,7 +179,7 @@ class JobSpec(Section):
 
     @staticmethod
     def of_run(text: str, numerics: int) -> "JobSpec":
-        """Parse the job of an existing run. numerics: the rules that decide what its text means."""
+        """Parse the job of an existing run. numerics: the number of the run's numerics rules."""
         job = JobSpec.from_json(text)
         if numerics >= KEEPS_DTYPES or job.execution.precision is not None:
             return job

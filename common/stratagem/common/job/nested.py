@@ -42,12 +42,12 @@ WITHOUT_PARAMETERS: Final = frozenset({
     "ConstantPad1d", "ConstantPad2d", "ReflectionPad2d", "ReplicationPad2d",
     "Add", "Multiply", "Concat", "Select", "Permute", "Mean",
 })
-"""Modules of a graph that have nothing to train."""
+"""The module types in a graph that have no parameters to train."""
 # fmt: on
 
 
 _OF_GROUPS: Final = ("min_replicas", "inner")
-"""Options of DataParallel that groups of replicas may have of their own."""
+"""The options of DataParallel that may differ between a group of replicas and the groups inside."""
 
 
 # ---- Groups of replicas ----
@@ -74,7 +74,7 @@ def flat(strategy: Strategy, path: str = "strategy") -> Strategy:
 
 
 def _why_not_flat(outer: DataParallel, inner: DataParallel, path: str) -> Iterator[Violation]:
-    """Yield an error for each option at `path` that keeps the two strategies from being one."""
+    """Yield an error for each option at `path` that keeps two nested strategies from being one."""
     methods = type(outer.aggregation).__name__, type(inner.aggregation).__name__
     if isinstance(outer.aggregation, Decentralized):
         text = "a node of Decentralized is one worker, and cannot be a group of replicas"
@@ -122,7 +122,7 @@ def effective(strategy: Strategy, graph: GraphSpec) -> Strategy:
 
 
 def _groups(graph: GraphSpec, path: str) -> Iterator[tuple[str, SubgraphSpec, DataParallel]]:
-    """Yield each subgraph that is a group of replicas as (path, subgraph, strategy)."""
+    """Yield (path, subgraph, strategy) for each subgraph that is replicated by DataParallel."""
     for sub in graph.subgraphs:
         place, strategy = f"{path}.subgraphs.{sub.id}", sub.graph.training_strategy
         if isinstance(strategy, DataParallel):
@@ -134,7 +134,8 @@ def _groups(graph: GraphSpec, path: str) -> Iterator[tuple[str, SubgraphSpec, Da
 def _group_of_all(
     stages: list[tuple[str, SubgraphSpec, DataParallel]], graph: GraphSpec
 ) -> DataParallel:
-    """Return the replication that all stages of a pipeline share; raise if stages differ."""
+    """Return the DataParallel strategy that all stages of a pipeline share; raise if they
+    differ."""
     first, _, group = stages[0]
     inside = {id(node) for _, sub, _ in stages for node in _trained(sub.graph)}
     outside = [node.id for node in _trained(graph) if id(node) not in inside]
@@ -170,7 +171,7 @@ def _around(strategy: Any, inner: Strategy) -> Strategy:
 def _within(
     whole: Strategy, current: Strategy, graph: GraphSpec, root: GraphSpec, path: str
 ) -> Strategy:
-    """Return `whole` with all subgraphs' strategies nested in it. current: the innermost so far."""
+    """Return `whole` with all subgraphs' strategies nested in it. current: that of `graph`."""
     for sub in graph.subgraphs:
         place = f"{path}.subgraphs.{sub.id}"
         wanted = sub.graph.training_strategy

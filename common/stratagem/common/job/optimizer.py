@@ -144,7 +144,7 @@ class OptimizerSpec(UpdateRuleSpec):
 
     @property
     def plateau(self) -> ScheduleSpec | None:
-        """Return the learning-rate schedule if it reacts to evaluations (plateau), else None."""
+        """Return the learning-rate schedule if it follows evaluations (plateau), else None."""
         schedule = self.schedule
         return schedule if schedule is not None and schedule.name == "plateau" else None
 
@@ -175,8 +175,8 @@ class GroupedRule:
     """The learning rate and the group's own keywords, keyed by group name."""
 
     def of_group(self, name: str, *, with_shared: bool = True) -> UpdateRuleSpec:
-        """Return the rule with the values of one group. with_shared: also with the keywords that
-        apply to all groups."""
+        """Return the optimizer with the values of one group. with_shared: also with the keywords
+        that apply to all groups."""
         (lr, kwargs), rule = self.groups[name], self.rule
         whole = FrozenDict({**(rule.kwargs if with_shared else {}), **kwargs})
         return UpdateRuleSpec(name=rule.name, entrypoint=rule.entrypoint, lr=lr, kwargs=whole)
@@ -232,7 +232,7 @@ def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, int]]) -> None
 
 
 def _why_empty(spec: OptimizerSpec, group: GroupSpec, params: Sequence[tuple[str, int]]) -> str:
-    """Return the error message for a group without parameters, with the parameters that exist."""
+    """Return the error message, which lists parameters, for a group that matches none."""
     asked = [f"match {', '.join(map(repr, group.match))}"] if group.match else []
     asked += [] if group.max_dims is None else [f"max_dims {group.max_dims}"]
     text = f"{group.name!r} holds no trained parameter: {' and '.join(asked)} "
@@ -244,7 +244,7 @@ def _why_empty(spec: OptimizerSpec, group: GroupSpec, params: Sequence[tuple[str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first few names as text, and how many more there are."""
+    """Return the first few names as text, and the number of those left out."""
     more = len(names) - _NUM_NAMES
     return ", ".join(names[:_NUM_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -255,7 +255,7 @@ def is_matched(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _gathered(cls: type[Section], value: object) -> object:
-    """Return the document of a section with its unknown keys moved into `kwargs`."""
+    """Return the plain values of a section with its unknown keys moved into `kwargs`."""
     if not isinstance(value, Mapping):
         return value
     fields = {key: item for key, item in value.items() if key in cls.model_fields}
@@ -308,18 +308,19 @@ KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "rprop": ("differentiable", "etas", "maximize", "step_sizes"),
     "sgd": ("dampening", "differentiable", "momentum", "nesterov", *_ALL),
 }
-"""The keywords of each optimizer by lower-case name; all have `lr`, `schedule`, `clip_norm`."""
+"""The keywords of each optimizer, keyed by lower-case name; all take `lr`, `schedule`,
+`clip_norm`."""
 
 _SWITCHES: Final = frozenset((
     *("amsgrad", "centered", "decoupled_weight_decay", "differentiable", "maximize", "nesterov"),
 ))  # fmt: skip
 _SEVERAL: Final = {"betas": 2, "etas": 2, "ns_coefficients": 3, "step_sizes": 2}
-"""For each keyword whose value is a list of numbers, the length of the list."""
+"""The length of the list for each optimizer keyword whose value is a list of numbers."""
 _OTHERS: Final = frozenset({"adjust_lr_fn"})
 
 
 def why_no_value(optimizer: str, keyword: str, value: Any) -> str:
-    """Return why a value has a wrong type for an optimizer's keyword; "" if it is right."""
+    """Return why a value has a wrong type for an optimizer's keyword, or "" if it is right."""
     if keyword in _SWITCHES:
         return "" if isinstance(value, bool | int) else f"{value!r} is not true or false"
     several = _SEVERAL.get(keyword)
@@ -372,7 +373,7 @@ class WeightAverageSpec(Section):
         return step >= self.start_step and (step - self.start_step) % self.every == 0
 
     def weight(self, num_averaged: int) -> float:
-        """Return the weight of the parameters in the update that follows `num_averaged` others."""
+        """Return the weight of the parameters in the update after `num_averaged` updates."""
         if num_averaged == 0:
             return 1.0
         if self.kind == "swa":

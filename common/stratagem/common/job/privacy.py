@@ -72,7 +72,7 @@ class PrivacySpec(Section):
             yield Violation("target.epsilon", f"{text}example epsilon: 8")
 
     def sampling_rate(self, strategy: Federated) -> float:
-        """Return the sampling probability for the accountant; 1 if the selection is not secret."""
+        """Return a client's probability to be drawn, for the accountant; 1 if not secret."""
         selection = strategy.client_selection
         is_drawn = self.sampling == "poisson" and isinstance(selection, Random)
         return selection.fraction if is_drawn and isinstance(selection, Random) else 1.0
@@ -104,7 +104,7 @@ AFTER_THE_NOISE: Final = frozenset(
         "server_optimizer",
     }
 )
-"""Options of a round that only see updates to which noise was already added."""
+"""The options of a federated round that only see updates to which noise was already added."""
 
 PER_ROW_LOSSES: Final = ("bce_with_logits", "cross_entropy", "l1", "mse", "nll")
 

@@ -577,7 +577,7 @@ SUBMITTED: Final[Table] = (
 
 
 def violations_of(job: Any) -> Iterator[Violation]:
-    """Yield the contradictions between the sections of a job. Rules that need an invalid field are
+    """Yield the contradictions between the sections of a job. A rule that reads an invalid field is
     skipped."""
     yield from found_in(EVERY_JOB, job)
     try:
@@ -587,6 +587,6 @@ def violations_of(job: Any) -> Iterator[Violation]:
 
 
 def check_submitted(job: Any) -> Iterator[Violation]:
-    """Yield the errors in a job that is to be run, as far as the job alone shows them."""
+    """Yield the errors for which a job cannot be submitted, as far as the job alone shows."""
     if ids.are_checked() and not job.only_evaluates:
         yield from found_in(SUBMITTED, job)

@@ -42,7 +42,7 @@ _NEEDED: Final = {
     "restarts": "period_steps: 100",
     "chain": "parts: [{name: linear, steps: 100}, cosine]",
 }
-"""The field that each curve requires, as an example line for the error message."""
+"""The field that each learning-rate curve requires, as an example line for the error message."""
 _OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
 _EPSILON: Final = 1e-8
 """ReduceLROnPlateau of torch ignores reductions of a learning rate up to this size."""
@@ -138,7 +138,7 @@ class ScheduleSpec(Section):
 
     @property
     def num_tolerated(self) -> int:
-        """Return the number of evaluations without an improvement before a plateau begins."""
+        """Return the number of evaluations without improvement before a plateau begins."""
         return 10 if self.patience is None else self.patience
 
     def reduced(self, rate: float, num_reductions: int) -> float:
@@ -236,7 +236,7 @@ class HyperparameterSchedule(Section):
             yield Violation("last_step", text)
 
     def ends(self, num_steps: int) -> tuple[int, ...]:
-        """Return the step at which each setting ends, in a job of this many steps."""
+        """Return the last step of each setting, in a job of this many steps."""
         ends = (setting.from_step for setting in self.settings[1:])
         return (*ends, self.last_step or num_steps)
 
@@ -320,14 +320,14 @@ class PhasesSpec(Section):
 
     @property
     def full_limits(self) -> tuple[int, int]:
-        """Return the minimum and maximum Full steps per cycle that adaptation may choose."""
+        """Return the minimum and maximum of steps with computed gradients per cycle."""
         low, high = self.adaptive.min_full_steps, self.adaptive.max_full_steps
         least = max(2, self.full_steps // 2) if low is None else low
         return least, 4 * self.full_steps if high is None else high
 
     @property
     def predict_limits(self) -> tuple[int, int]:
-        """Return the minimum and maximum Predict steps per cycle; (0, 0): never to predict."""
+        """Return the minimum and maximum of steps with predicted gradients per cycle, or (0, 0)."""
         if self.predict_steps == 0:
             return 0, 0
         low, high = self.adaptive.min_predict_steps, self.adaptive.max_predict_steps

@@ -130,7 +130,7 @@ rebuild_dataclass(Conditional)  # type: ignore[arg-type]  # it names what stands
 
 
 def plain(dimension: Dimension) -> Plain:
-    """Return a dimension without the conditions that wrap it."""
+    """Return a dimension without the `Conditional`s around it."""
     while isinstance(dimension, Conditional):
         dimension = dimension.dimension
     return dimension
@@ -256,7 +256,7 @@ def read_short_form(entries: Mapping[str, object]) -> SearchSpace:
 
 
 def _as_written(field: str, dimensions: list[Dimension]) -> str:
-    """Translate an error path in the canonical search space to the path in the short form."""
+    """Translate an error's path in the canonical search space to the path in its short form."""
     return re.sub(r"dimensions\[(\d+)\]", lambda place: dimensions[int(place[1])].name, field)
 
 

@@ -146,7 +146,7 @@ class LossSpec(Section):
 
 
 def _not_too_many(metrics: object) -> object:
-    """Refuse a list with too many metrics before each item is validated."""
+    """Raise InvalidInputError for a list with too many metrics, before each item is validated."""
     if isinstance(metrics, list) and len(metrics) > MAX_METRICS and ids.are_checked():
         raise InvalidInputError(
             f"has {len(metrics)} items; at most {MAX_METRICS} items are allowed"
@@ -197,7 +197,7 @@ class EvaluationSpec(Section):
                     yield Violation(name, text)
 
     def why_not_measured(self, metric: str) -> str:
-        """Return why no evaluation measures a metric of this name; "" if one does."""
+        """Return the error message if no evaluation measures this metric; "" if one does."""
         if metric in (*self.metrics, "loss"):
             return ""
         function = next((n for n in self.metrics if ":" in n and metric.startswith(f"{n}.")), None)

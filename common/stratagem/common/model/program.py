@@ -29,7 +29,8 @@ class FromNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeInput:
-    """Input `index` of `count` fed by one value: its member if it is a tuple, else the value."""
+    """Input number `index` of `count` that one value feeds: its member if a tuple, else all of
+    it."""
 
     of: "Source"
     index: int
@@ -38,7 +39,7 @@ class NodeInput:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A tuple of several sources."""
+    """A tuple of several sources (node outputs, model inputs), used as one value."""
 
     parts: "tuple[Source, ...]"
 
@@ -56,16 +57,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ModelProgram:
-    """A model as a list of calls, each after those it depends on, and the model's output."""
+    """A model as a list of calls, in order of dependence, and the source of its output."""
 
     calls: tuple[Call, ...]
     output: Source
     num_uses: Mapping[str, int]
-    """The number of uses of each node's output; the model's output counts as the last use."""
+    """The number of uses of each node's output; being the model's output counts as the last use."""
 
 
 def make_program(calls: Sequence[Call], output: Source) -> ModelProgram:
-    """Make a program from calls, numbering the uses of each node's output."""
+    """Make a program from calls in order, and number the uses of each node's output."""
     num_uses = {call.node: 0 for call in calls}
 
     def number(source: Source) -> Source:
@@ -99,7 +100,7 @@ def flatten(graph: GraphSpec) -> ModelProgram:
 
 
 def leaves(source: Source) -> Iterator[FromNode | ModelInput]:
-    """Yield the node outputs and model inputs that a source consists of, in order."""
+    """Yield the node outputs and model inputs that a call's argument is made of, in order."""
     match source:
         case FromNode() | ModelInput():
             yield source
@@ -129,7 +130,7 @@ def _inline(graph: GraphSpec, prefix: str, given: tuple[Source, ...], calls: lis
 
 
 def _split(given: tuple[Source, ...], count: int, prefix: str) -> tuple[Source, ...]:
-    """Return one source per input node of a graph; a single given source feeds every input."""
+    """Return the source of each input node of a graph; a single given source feeds them all."""
     if len(given) == 1 and isinstance(given[0], Bundle):
         given = given[0].parts
     if len(given) == 1:

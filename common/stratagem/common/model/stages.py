@@ -62,7 +62,7 @@ class StagePlan:
         return tuple(boundary for boundary in self.boundaries if boundary.source == stage)
 
     def dependencies(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each stage the stages whose activations it receives."""
+        """Return, for each stage, the list of stages from which it receives activations."""
         count = range(len(self.stages))
         return tuple(tuple(sorted({b.source for b in self.before(i)})) for i in count)
 
@@ -85,7 +85,7 @@ def plan_stages(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> S
 
 
 def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Map each node to the index of its partition. Raises InvalidInputError for none or several."""
+    """Map each node to the index of its partition. Raises InvalidInputError unless it has one."""
     if not partitions:
         raise InvalidInputError.at("partitions", "must not be empty")
     names = [call.node for call in program.calls]
@@ -122,7 +122,7 @@ def _suggestion(names: Sequence[str], wrong: str) -> str:
 
 
 def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[set[int]]:
-    """Return for each partition the partitions whose outputs it uses."""
+    """Return, for each partition, the set of other partitions whose outputs it uses."""
     needs: list[set[int]] = [set() for _ in range(count)]
     for call in program.calls:
         for arg in call.args:
@@ -135,7 +135,7 @@ def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[
 def _ordered(
     needs: Sequence[set[int]], owner: Mapping[str, int], program: ModelProgram
 ) -> list[int]:
-    """Sort the partitions so that each needs only earlier ones; ties in program order."""
+    """Sort the partitions so that each uses outputs of earlier ones only; ties in program order."""
     first: dict[int, int] = {}
     for position, call in enumerate(program.calls):
         first.setdefault(owner[call.node], position)

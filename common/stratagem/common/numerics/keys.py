@@ -61,7 +61,7 @@ def name_seed(name: str) -> int:
 
 
 def places(num: int) -> Words:
-    """Return the places 0, 1, ... num - 1, modulo 2^32, to hash."""
+    """Return the numbers 0 to num - 1, modulo 2^32, as input for the hash."""
     if num > _WORD:
         return np.arange(num, dtype=np.uint64).astype(np.uint32)
     return np.arange(num, dtype=np.uint32)
@@ -85,7 +85,7 @@ def mix(*values: int | str) -> int:
 
 
 def mix_on(state: int, *values: int | str) -> int:
-    """Continue a hash of `mix` with more values: `mix(a, b)` is `mix_on(mix(a), b)`."""
+    """Continue the hash of `mix` with more values: `mix(a, b)` equals `mix_on(mix(a), b)`."""
     for value in values:
         number = text_number(value) if isinstance(value, str) else value
         state = (state + (number & _MASK) + _GOLDEN) & _MASK

@@ -19,27 +19,27 @@ from typing import Final
 from stratagem.common.base.errors import InvalidInputError
 
 FIRST: Final = 1
-"""The rules number of runs and plans that record no number."""
+"""The numerics rules number of runs and plans that record none."""
 
 CURRENT: Final = 4
-"""The number that every newly submitted run gets."""
+"""The numerics rules number that every newly submitted run gets."""
 
 KEEPS_DTYPES: Final = 4
-"""The first number by which a job without `execution.precision` keeps the dtypes of its model."""
+"""The first rules number under which the model's dtypes stay without `execution.precision`."""
 
 LAYS_OUT_PARAMETERS: Final = 4
-"""The first number by which parameters are made contiguous."""
+"""The first rules number under which parameters are made contiguous."""
 
 REFUSES_INFINITE: Final = 4
-"""The first number by which a run ends when parameters are no longer finite."""
+"""The first rules number under which a run fails when parameters are no longer finite."""
 
 OF_SILENT_WORKERS: Final = 2
-"""The newest number that workers of early versions know; they do not report it."""
+"""The newest rules number that workers of early versions know, which report no number."""
 
 
 def knows(newest: int, number: int) -> bool:
-    """Return whether a worker knows the rules `number`. newest: the newest number that the worker
-    reports; 0 if it reports none."""
+    """Return whether a worker knows the numerics rules with this number. newest: the newest number
+    that the worker reports; 0 if it reports none."""
     return (newest or OF_SILENT_WORKERS) >= number
 
 

@@ -27,10 +27,8 @@ class Node(NamedTuple):
 
 @lru_cache(maxsize=64)  # called in each step
 def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
-    """Cut num_rows rows into contiguous ranges whose sizes differ by at most one.
-
-    The larger ranges come first, so with fewer rows than shards the empty ones are the last.
-    """
+    """Cut num_rows rows into contiguous ranges whose sizes differ by at most one. The larger ranges
+    come first, so with fewer rows than shards the empty ones are the last."""
     if num_rows < 0 or num_shards < 1:
         raise ValueError(
             f"num_rows must be >= 0 and num_shards >= 1, got {num_rows} and {num_shards}"
@@ -41,7 +39,7 @@ def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
 
 
 def assign_shards(num_shards: int, num_members: int) -> tuple[range, ...]:
-    """Return a contiguous range of shards per member, by rank, as even as possible."""
+    """Return the contiguous range of shards of each member, by rank, as even as possible."""
     return split_rows(num_shards, num_members)
 
 
@@ -59,8 +57,8 @@ def split_node(node: Node) -> tuple[Node, Node]:
 
 
 def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
-    """Return the smallest set of nodes of the tree over [0, n) that covers exactly `owned`, in
-    order. Shards of owned at or beyond n are absent and left out."""
+    """Return the smallest set of nodes of the summation tree over [0, n) that covers exactly the
+    shards `owned`, in order. Shards at or beyond n are left out."""
     wanted = Node(owned.start, min(owned.stop, n))
     nodes: list[Node] = []
 
@@ -79,7 +77,7 @@ def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
 
 
 def parent(low: Node, high: Node, n: int) -> Node | None:
-    """Return the node of the tree over [0, n) with these two children; None if there is none."""
+    """Return the node of the summation tree over [0, n) with these two children, or None."""
     candidate = Node(low.first, high.stop)
     if low.stop != high.first or tree_nodes(range(*candidate), n) != (candidate,):
         return None
@@ -87,10 +85,8 @@ def parent(low: Node, high: Node, n: int) -> Node | None:
 
 
 def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
-    """Add partial sums, which are nodes that cover the tree, up to the sum over [0, n).
-
-    add(left, right) may overwrite left and return it.
-    """
+    """Add the partial sums of nodes that cover the summation tree, and return the sum over [0, n).
+    add(left, right) may overwrite left and return it."""
 
     def value(node: Node) -> T:
         if node in partials:
@@ -113,7 +109,7 @@ def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
 
 
 def pairwise_sum(values: NDArray[np.floating[Any]]) -> float:
-    """Return the sum of values, (n,), in float64 and tree order; 0 for none, never -0."""
+    """Return the sum of values, (n,), in float64, added in tree order; 0 for none, never -0."""
     total = values.astype(np.float64)
     while total.size > 1:
         pairs = total[: total.size - total.size % 2]

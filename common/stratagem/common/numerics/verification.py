@@ -16,20 +16,20 @@ VERIFIER: Final = Party("verifier")
 
 
 class Conclusion(StrEnum):
-    """Who is wrong, as far as a verification can tell."""
+    """The conclusion about who is wrong, as far as a verification can tell."""
 
     EQUAL = "EQUAL"
-    """No claim that was computed again differs."""
+    """No state of the run that was computed again differs."""
     RUN = "RUN"
-    """Two other executions agree with each other, and not with the run."""
+    """The run is wrong: two other executions agree with each other, and not with the run."""
     VERIFIER = "VERIFIER"
-    """A third execution agrees with the run, and not with the second one."""
+    """The second execution is wrong: a third one agrees with the run."""
     JOB = "JOB"
     """Three executions have three results: the job does not determine its bits."""
     NOTHING = "NOTHING"
-    """No claim could be computed again."""
+    """No state of the run could be computed again."""
     OPEN = "OPEN"
-    """A claim differs, and there is no third execution that could decide."""
+    """The second execution differs from the run, and there is no third one that could decide."""
 
 
 def conclude(run: str, second: str, third: str | None) -> Conclusion:

@@ -28,7 +28,7 @@ whatever names the scraper gives to jobs and targets."""
 
 
 def render(read: Callable[[], Readings], deployment: str) -> bytes:
-    """Return all metrics in Prometheus' text format, with the standard metrics of the process."""
+    """Return all metrics as Prometheus' text, including the standard metrics of a process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)

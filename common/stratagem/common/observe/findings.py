@@ -42,8 +42,8 @@ SYNC_BYTES: Final = 4096
 def environment_of(
     data_dir: Path | None, packages: Iterable[str] = (), tls: TlsFiles | None = None
 ) -> types_pb2.Environment:
-    """Measure versions, limits, disk and certificates of this process. data_dir: its durable
-    data."""
+    """Measure versions, limits, disk and certificates of this process. data_dir: the folder of its
+    durable data."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     environment = types_pb2.Environment(
         packages={
@@ -91,7 +91,7 @@ def fsync_s(folder: Path) -> float:
 
 
 def _free(path: Path) -> tuple[int, int]:
-    """Return the (free, total) bytes of the file system that a path is on."""
+    """Return the free and the total bytes of the file system that holds a path."""
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
 
@@ -145,7 +145,7 @@ class Finding:
 
 
 def certificate(about: str, environment: types_pb2.Environment, now_s: float) -> Iterator[Finding]:
-    """Yield findings on a process's certificate: unusable, expired, expiring soon, or OK."""
+    """Yield a finding on a process's certificate: unusable, expired, expiring soon, or OK."""
     if environment.certificate_problem:
         advice = "name files that can be read and fit together; `stratagem certs` makes them"
         yield Finding("certificate", about, Level.FAIL, environment.certificate_problem, advice)
@@ -189,7 +189,7 @@ def _malloc(about: str, said: str) -> Finding:
 
 
 def disk(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
-    """Yield findings on free space and fsync time of the disk for durable data, if there is one."""
+    """Yield findings on the disk for durable data, if there is one: free space, fsync time."""
     if not environment.data_dir:
         return
     free, total = environment.data_free_bytes, environment.data_total_bytes
@@ -242,7 +242,7 @@ def states(
     name: str, environment: types_pb2.Environment, store_id: str, *, may_see: bool = True
 ) -> Iterator[Finding]:
     """Yield a finding on whether a worker sees the coordinator's folder of states, if one of them
-    has such a folder. may_see: the worker could, because it is on a trusted network."""
+    has such a folder. may_see: the worker could, as it is on a trusted network."""
     folder = environment.state_folder
     problem = folder_mismatch(
         folder, environment.store_id, store_id, environment.state_folder_problem
@@ -259,8 +259,8 @@ def states(
 
 
 def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:
-    """Return a finding on a process's clock. offset_s: the coordinator's time minus that of
-    `about`."""
+    """Return a finding on a process's clock. about: the process's name; offset_s: the coordinator's
+    time minus its time."""
     text = f"{abs(offset_s):.3f} s {'behind' if offset_s > 0 else 'ahead of'} the coordinator's"
     text += f" (± {round_trip_s / 2:.3f} s)"
     if abs(offset_s) <= SKEW_S + round_trip_s:
@@ -273,7 +273,7 @@ def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:
 
 
 def connection(address: str, round_trip_s: float, term: int) -> Finding:
-    """Return a finding on the latency of a coordinator that has answered."""
+    """Return a finding on the latency of the connection to a coordinator, which has answered."""
     text = f"answers in {1e3 * round_trip_s:.1f} ms, term {term}, protocol {PROTOCOL_VERSION}"
     if round_trip_s <= SLOW_ROUND_TRIP_S:
         return Finding("connection", address, Level.OK, text)
@@ -282,7 +282,7 @@ def connection(address: str, round_trip_s: float, term: int) -> Finding:
 
 
 def versions(processes: Mapping[str, types_pb2.Environment]) -> Iterator[Finding]:
-    """Yield findings on whether all processes have the same versions of important packages."""
+    """Yield findings on whether all processes have the same version of each important package."""
     yield from agreement(processes, _MUST_AGREE, Level.FAIL, "run one version everywhere")
     yield from agreement(
         processes, _SHOULD_AGREE, Level.WARN, "any will do; one version is easier to look after"
@@ -295,7 +295,7 @@ def agreement(
     level: Level,
     advice: str,
 ) -> Iterator[Finding]:
-    """Yield a finding per package: its one version, or which processes have which version."""
+    """Yield a finding per package: the version that all processes have, or who has which one."""
     for package in packages:
         by_version: dict[str, list[str]] = {}
         for name, environment in processes.items():

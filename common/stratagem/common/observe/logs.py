@@ -53,8 +53,8 @@ def setup_logging(process: str, level: str = "info", json: bool = False) -> None
 
 
 def _no_alarm_at_callers_who_leave(record: logging.LogRecord) -> bool:
-    """Filter out the error with traceback that gRPC logs when a caller leaves while it is written
-    to: every watcher does that if it ends while the coordinator waits for it."""
+    """Drop the error with traceback that gRPC logs when a caller leaves while it is written to:
+    every watcher does that if it ends while the coordinator waits for it."""
     if _LEFT not in record.getMessage():
         return True
     record.levelno, record.levelname = logging.INFO, "INFO"
@@ -91,8 +91,8 @@ def about(
 
 
 def identify(*, worker_id: str | None = None, term: int | None = None) -> None:
-    """Add the worker or term of this process to every later log line. The line's own values take
-    precedence."""
+    """Add the id of this worker, or the leadership term of this coordinator, to every later log
+    line. The line's own values take precedence."""
     given = {"worker_id": worker_id, "term": term}
     _process_ids.update({key: value for key, value in given.items() if value is not None})
 
@@ -127,7 +127,7 @@ def _form(json: bool) -> list[Processor]:
 
 
 def _without_root(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Drop the party from log lines about the root party, whose name is empty."""
+    """Drop the field `party` from log lines about a run's root party, whose name is empty."""
     if event.get("party") == "":
         del event["party"]
     return event

@@ -17,8 +17,8 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The definition of a metric. Its labels are low-cardinality: no run, no path, nothing that a
-    caller chooses."""
+    """The definition of a metric. Its labels are few and low-cardinality: no run id, no path,
+    nothing that a caller chooses."""
 
     name: str
     kind: Kind
@@ -40,7 +40,7 @@ class Durations:
         self.sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """Add one observation. A negative one, of a clock that went backwards, counts as 0."""
+        """Add one duration. A negative one, from a clock that went backwards, counts as 0."""
         self.counts[bisect_left(self.bounds_s, seconds)] += 1
         self.sum_s += max(seconds, 0.0)
 
@@ -55,12 +55,12 @@ class Durations:
 
 Value = float | Durations
 Values = Mapping[tuple[str, ...], Value]
-"""The values of a metric, keyed by label values in the order of the definition."""
+"""The values of a metric, keyed by the tuple of its label values in the order of the definition."""
 Readings = Iterable[tuple[Metric, Values]]
 
 
 def one(value: Value) -> Values:
-    """Return the only value of a metric without labels, in the form of Values."""
+    """Return a single value as the Values of a metric without labels."""
     return {(): value}
 
 
@@ -74,7 +74,7 @@ BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class LoopLag:
-    """A meter of the event loop's lag: how much later than planned its tasks run."""
+    """A meter of the event loop's lag: the delay from a task's planned start to its actual one."""
 
     def __init__(self) -> None:
         self.seconds = Durations(BOUNDS_S)

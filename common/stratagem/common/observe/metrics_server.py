@@ -70,7 +70,7 @@ class MetricsSettings(Protocol):
 
 
 def deployment_of(settings: MetricsSettings) -> str:
-    """Return the name of the deployment: the setting, or else the certificate's trust domain."""
+    """Return the deployment's name: the setting if given, else the certificate's trust domain."""
     if settings.metrics_deployment:
         return settings.metrics_deployment
     if settings.tls_ca is None or settings.tls_cert is None:
@@ -81,22 +81,19 @@ def deployment_of(settings: MetricsSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The access control of a metrics endpoint; without any files it is plaintext and open."""
+    """The access rules of a metrics endpoint (TLS, token); without files it is plain and open."""
 
     cert: Path | None = None
     key: Path | None = None
     client_ca: Path | None = None
-    """The authorities, one of which must have signed the scraper's certificate; None: no check."""
+    """The authorities of which one must have signed the scraper's certificate; None: no check."""
     token_file: Path | None = None
     """The file with the token that scrapers must send as `Authorization: Bearer`."""
 
     @classmethod
     def of(cls, settings: MetricsSettings) -> Self:
-        """Return the endpoint's guard, with its own certificate or else that of the process, unless
-        TLS is switched off.
-
-        Raises InvalidInputError if the settings do not fit together.
-        """
+        """Return the endpoint's access rules: with its own certificate, or else that of the process
+        unless TLS is switched off. Raises InvalidInputError if settings do not fit together."""
         cert, key = settings.metrics_tls_cert, settings.metrics_tls_key
         if (cert is None) != (key is None):
             missing = "metrics_tls_key" if key is None else "metrics_tls_cert"
@@ -115,8 +112,8 @@ class Guard:
         return self.cert is not None
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context of a listener; None for plaintext. Raises InvalidInputError, which
-        names an unusable file."""
+        """Return the TLS context for the endpoint's listener; None for plaintext. Raises
+        InvalidInputError, which names an unusable file."""
         if self.cert is None:
             return None
         files = [path for path in (self.cert, self.key, self.client_ca) if path is not None]
@@ -125,7 +122,7 @@ class Guard:
         )
 
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            """Use the newest files; called in each handshake, before a certificate is shown."""
+            """Make a handshake use the newest files; called before its certificate is shown."""
             connection.context = watched.newest()
 
         watched.content.sni_callback = renew
@@ -260,7 +257,7 @@ class _Handler:
         self._num_open = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request of a connection, and close it."""
+        """Answer the single request of this HTTP connection, and close the connection."""
         self._num_open += 1
         try:
             if self._num_open <= MAX_CONNECTIONS:
@@ -351,12 +348,12 @@ class CallStats:
         seconds.add(time.perf_counter() - began_s)
 
     def refuse(self, method: str, code: str, error: str) -> None:
-        """Count a call that was refused, or failed, with this status."""
+        """Count a call that was refused or has failed, under its gRPC code and error name."""
         self.refused[method, code, error] += 1
 
 
 def methods_of(*services: ServiceDescriptor) -> list[str]:
-    """Return the names under which the methods of these services are counted."""
+    """Return the names under which calls of these services' methods are counted."""
     return [f"{service.name}/{method.name}" for service in services for method in service.methods]
 
 
@@ -390,8 +387,8 @@ METRICS: Final = "metrics"
 
 
 def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
-    """Yield two metrics, the begin and the end of each certificate's validity, labelled by role;
-    without values if there are no certificates."""
+    """Yield two metrics, the begin and the end of the validity of this process's certificates,
+    labelled by role; without values if there are none."""
     links = _links(settings)
     yield EXPIRY, {(role,): link.ends.timestamp() for role, link in links.items()}
     yield START, {(role,): link.starts.timestamp() for role, link in links.items()}
@@ -466,7 +463,7 @@ SHARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """The metrics that coordinator and worker have in common."""
+    """The source of the metrics that coordinator and worker have in common."""
 
     settings: MetricsSettings
     calls: CallStats = field(default_factory=CallStats)

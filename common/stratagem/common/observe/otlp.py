@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 
 def provider_of(process: str, name: str) -> TracerProvider:
-    """Make the tracer provider of this process; spans name its kind (coordinator, worker, client)
-    and its name."""
+    """Make the tracer provider of this process. Its spans carry the process's kind (coordinator,
+    worker or client) and name."""
     attributes = {SERVICE_VERSION: version("stratagem")}
     if "OTEL_SERVICE_NAME" not in os.environ:
         attributes[SERVICE_NAME] = f"stratagem-{process}"

@@ -70,7 +70,7 @@ def start(process: str, name: str = "") -> bool:
 
 
 def adopt() -> None:
-    """Join the traces of the program that uses the SDK, if it has set up OpenTelemetry itself."""
+    """Send our spans to the OpenTelemetry setup of the program that uses the SDK, if it has one."""
     global _tracing
     if _tracing is None and "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace
@@ -119,7 +119,7 @@ def span(
 
 
 def note(**attributes: str | int | None) -> None:
-    """Add attributes to the current span."""
+    """Add attributes to the span that is current in this task."""
     if _tracing is not None:
         _current().set_attributes(_named(attributes))
 
@@ -133,7 +133,7 @@ def fail(reason: str) -> None:
 
 
 def traceparent() -> str:
-    """Return the current span as a W3C traceparent, to be its parent later; "" without one."""
+    """Return the current span as a W3C traceparent, to be a later span's parent; "" if none."""
     if _tracing is None:
         return ""
     carrier: dict[str, str] = {}
@@ -142,7 +142,7 @@ def traceparent() -> str:
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """Return the call metadata that propagates the current span."""
+    """Return the metadata that makes an outgoing call continue the current span's trace."""
     parent = traceparent()
     return ((KEY, parent),) if parent else ()
 
@@ -222,7 +222,7 @@ _MAX_CHARS: Final = 256
 
 
 def bind_ids(message: Any) -> None:
-    """Add the ids in a call's request, or header, to the later log lines of the call."""
+    """Add the ids (run, party, ...) in a call's request or header to the call's later log lines."""
     descriptor = getattr(message, "DESCRIPTOR", None)
     if descriptor is None:
         return

@@ -24,7 +24,7 @@ class TaskKind(StrEnum):
     INPUT = "I"
     """The half of a backward that other stages wait for: the gradient of the stage's inputs."""
     WEIGHT = "W"
-    """The other half of a backward: the gradient of the stage's parameters."""
+    """The second half of a backward pass: the gradient of the stage's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Action:
 
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
-"""The ordered list of actions of each rank."""
+"""The ordered list of actions of each rank, as a tuple indexed by rank."""
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Return the GPipe schedule, all forwards, then all backwards, which keeps M activations."""
+    """Return the GPipe schedule: all M forwards, then all backwards, with M activations kept."""
     _check(num_stages, num_micro_batches)
     return tuple(_pairs(stage, num_micro_batches, num_micro_batches) for stage in range(num_stages))
 
@@ -57,10 +57,8 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Return 1F1B with twice the warm-up: a hop between stages then delays no steady pair.
-
-    Keeps min(2 (S − k − 1) + 1, M) activations.
-    """
+    """Return 1F1B with twice the warm-up, so that a pair of forward and backward need not wait for
+    a transfer between stages. Keeps min(2 (S − k − 1) + 1, M) activations."""
     _check(num_stages, num_micro_batches)
     return tuple(
         _pairs(stage, num_micro_batches, 2 * (num_stages - stage - 1))
@@ -69,10 +67,8 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, chunks: int, num_micro_batches: int) -> Schedule:
-    """Return the interleaved 1F1B schedule, arXiv:2104.04473; rank k owns the stages k + v·S.
-
-    M must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up.
-    """
+    """Return the interleaved 1F1B schedule, arXiv:2104.04473; rank k owns the stages (chunks) k +
+    v·S. M must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up."""
     _check(num_ranks, num_micro_batches)
     if chunks < 1:
         raise InvalidInputError.at("chunks", f"{chunks} is not >= 1")
@@ -138,7 +134,7 @@ def list_schedule(
 
 
 class _Board:
-    """The state of the simulation in `list_schedule`: the progress of each stage."""
+    """The state of the simulation in `list_schedule`: the actions that stages have done."""
 
     def __init__(
         self, rank_of: tuple[int, ...], num_micro_batches: int, max_live: int | None, split: bool
@@ -155,7 +151,7 @@ class _Board:
         self.num_left = num_stages * num_micro_batches * (3 if split else 2)
 
     def tick(self) -> None:
-        """Advance the simulation by one time unit: each rank does an action that was ready."""
+        """Advance the simulation by one time unit: each rank does an action that is ready."""
         for action in [self._choose(rank) for rank in range(len(self.lists))]:
             if action is not None:
                 self.lists[self._rank_of[action.stage]].append(action)
@@ -186,7 +182,7 @@ class _Board:
 
 
 def choose(name: str, rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
-    """Return the schedule of this name (`SCHEDULES`) for stages placed on ranks.
+    """Return the schedule of this name (a key of `SCHEDULES`) for stages placed on ranks.
 
     If it does not fit the placement, or the number of micro-batches of a short last batch, a list
     schedule is returned instead: the order of work changes, the result does not.
@@ -216,7 +212,7 @@ SCHEDULES: Final[Mapping[str, Callable[[int, int], Schedule]]] = {
     "zero_bubble": zero_bubble,
 }
 """Schedule functions keyed by name, for one stage per rank: (num_stages, num_micro_batches) ->
-Schedule. With several stages per rank, all but zero_bubble stand for the interleaved one."""
+Schedule. With several stages per rank, all names but zero_bubble mean the interleaved one."""
 
 
 EAGER_FROM: Final = 0.005
@@ -229,8 +225,9 @@ three times as long, and may wait. Where two ranks measured 0.9 %, 1F1B took 5 %
 
 
 def suited(hop_s: float, compute_s: float) -> str:
-    """Return the schedule that "auto" stands for. hop_s: one way between two stages. compute_s:
-    forward and backward of one micro-batch on one stage, mean over stages.
+    """Return the name of the schedule that "auto" stands for. hop_s: the time of one transfer
+    between two stages. compute_s: the time of forward and backward of one micro-batch on one stage,
+    mean over stages.
 
     Under 1F1B with equal stages each pair of forward and backward waits for one hop, so a step
     takes up to hop_s / compute_s longer; under eager no pair waits, at the price of almost twice
@@ -240,7 +237,7 @@ def suited(hop_s: float, compute_s: float) -> str:
 
 
 def has_eager(rank_of: Sequence[int]) -> bool:
-    """Return whether 1f1b and eager differ: if each of several ranks has one stage."""
+    """Return whether the schedules 1f1b and eager differ: each of several ranks has one stage."""
     return len(set(rank_of)) == len(rank_of) > 1
 
 
@@ -260,7 +257,7 @@ def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
 
 
 def _pairs(stage: int, count: int, warmup: int) -> tuple[Action, ...]:
-    """Return `warmup` forwards, then pairs of forward and backward, then the other backwards."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then remaining backwards."""
     warmup = min(warmup, count)
     actions = [Action(TaskKind.FORWARD, stage, m) for m in range(warmup)]
     for m in range(count - warmup):
@@ -292,15 +289,15 @@ _MAX_WORD: Final = 2**64 - 1
 
 
 def base_of(boundary: int, num_micro_batches: int) -> int:
-    """Return the first tag of a boundary, boundary · 2 · M. Raises InvalidInputError below 0."""
+    """Return the first message tag of a stage boundary, boundary · 2 · M; raise below 0."""
     _not_negative("boundary", boundary)
     _not_negative("num_micro_batches", num_micro_batches)
     return boundary * 2 * num_micro_batches
 
 
 def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
-    """Return the message tag of one transfer. Raises LimitError if a number does not fit,
-    InvalidInputError for one below 0, whose tag would belong to another transfer."""
+    """Return the message tag of a micro-batch's transfer over a boundary. Raises LimitError if a
+    number does not fit, InvalidInputError for one below 0 (the tag of another transfer)."""
     _not_negative("base", base)
     _not_negative("micro_batch", micro_batch)
     direction = "backward" if backward else "forward"
@@ -319,7 +316,7 @@ def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
 
 
 def control_tag(num_boundaries: int, num_micro_batches: int, number: int) -> int:
-    """Return the tag of control message `number`; each control message is sent once per step."""
+    """Return the tag of the control message with this number; each is sent once per step."""
     _not_negative("number", number)
     tag = base_of(num_boundaries, num_micro_batches) + number
     if tag > MAX_TAG:

@@ -53,14 +53,14 @@ def check(
 
 
 def consumers(needs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Invert `needs`: return for each stage the stages that need its activations."""
+    """Return, for each stage, the stages that need its activations: the inverse of `needs`."""
     return [[t for t, sources in enumerate(needs) if s in sources] for s in range(len(needs))]
 
 
 def required(
     action: Action, needs: Sequence[Sequence[int]], needed_by: Sequence[Sequence[int]]
 ) -> list[tuple[Action, ...]]:
-    """Return groups of prerequisites of an action; one action of each group must be done first."""
+    """Return groups of an action's prerequisites; one action of each group must be done first."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is TaskKind.FORWARD:
         return [(Action(TaskKind.FORWARD, source, micro_batch),) for source in needs[stage]]
@@ -74,7 +74,7 @@ def required(
 
 
 def peak_live(schedule: Schedule) -> dict[int, int]:
-    """Return the largest number of micro-batches with kept activations, keyed by stage."""
+    """Return the most micro-batches with activations kept at one time, keyed by stage."""
     live: dict[int, int] = {}
     peak: dict[int, int] = {}
     for actions in schedule:
@@ -86,7 +86,7 @@ def peak_live(schedule: Schedule) -> dict[int, int]:
 
 
 def format_lists(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Format a schedule as one line per rank, with the marked action of a rank in brackets."""
+    """Format a schedule as one line of actions per rank, with marked actions in brackets."""
     marks = marks or {}
     rows = [
         (

@@ -26,7 +26,7 @@ MAX_NOISE_MULTIPLIER: Final = 1000.0
 _STEPS_PER_UNIT: Final = 1000
 """Calibrated noise multipliers are multiples of one over this number."""
 _LEAST_STEPS: Final = _STEPS_PER_UNIT // 10
-"""The least noise tried, 1/10: less would spend an epsilon of hundreds, and compute for minutes."""
+"""The least noise multiplier tried, 1/10: less spends epsilons of hundreds, and takes minutes."""
 _MAX_STEPS: Final = int(MAX_NOISE_MULTIPLIER * _STEPS_PER_UNIT)
 _MAX_GUESSES: Final = 12
 """The number of interpolated guesses after which calibration falls back to bisection."""
@@ -98,15 +98,15 @@ def calibrated_noise(epsilon: float, delta: float, num_rounds: int, sampling_rat
 
 
 class _Tried(NamedTuple):
-    """A tried noise multiplier, in steps, with log(spent epsilon / allowed epsilon)."""
+    """A noise multiplier that was tried, in steps, with log(spent epsilon / allowed epsilon)."""
 
     steps: int
     excess: float
 
 
 def _crossing(before: _Tried, latest: _Tried) -> int | None:
-    """Extrapolate in log scale to where the spent epsilon is the allowed one; epsilon is nearly a
-    power of the noise. None if the two points give no such line."""
+    """Extrapolate two tried noise multipliers, in log scale, to the one that spends the allowed
+    epsilon. None if no falling line through them crosses it nearby."""
     if not (math.isfinite(before.excess) and math.isfinite(latest.excess)):
         return None
     slope = -1.0
@@ -119,8 +119,7 @@ def _crossing(before: _Tried, latest: _Tried) -> int | None:
 
 @lru_cache(maxsize=16)
 def _of_one_round(noise_multiplier: float, sampling_rate: float) -> "PrivacyLossDistribution":
-    """Return the privacy loss distribution of one round; computing it takes longer than composing
-    any number."""
+    """Return the privacy loss distribution of one round, which takes longer than composing."""
     from dp_accounting.pld import privacy_loss_distribution  # takes a second, and is an extra
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # it would warn of skipped orders

@@ -11,16 +11,19 @@ import math
 from typing import Final
 
 ANSWERS_PER_NOISE: Final = 20
-"""The expected number of clients per unit of noise on their answers, as the paper recommends."""
+"""The ratio of the expected number of clients to the noise on the sum of their yes/no answers, as
+the paper recommends."""
 
 
 def answer_noise(num_expected: float) -> float:
-    """Return the standard deviation σ_b of the noise on the sum of the clients' yes/no answers."""
+    """Return the standard deviation σ_b of the noise on the sum of the clients' answers whether
+    their norm was within the clipping norm."""
     return num_expected / ANSWERS_PER_NOISE
 
 
 def sum_noise_multiplier(noise_multiplier: float, num_expected: float) -> float | None:
-    """Return z_Δ, which is larger than z; None if the answers alone cost as much as z allows."""
+    """Return z_Δ, the noise multiplier for the sum of the updates, which is larger than z; None if
+    the noised answers alone cost as much privacy as z allows."""
     limit = 2 * answer_noise(num_expected)
     if noise_multiplier >= limit:
         return None

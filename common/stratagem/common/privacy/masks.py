@@ -34,8 +34,8 @@ _ZEROS: Final = bytes(_PIECE_BYTES)
 
 
 def apply_mask(key: bytes, start: int, words: Words, *, subtract: bool = False) -> None:
-    """Add the mask of a key to the words, from element `start` of the mask on, or subtract it.
-    words: contiguous, modified in place. key: 32 bytes."""
+    """Add to the words, or subtract from them, the mask that follows from a key, from its element
+    `start` on. words: contiguous, modified in place. key: 32 bytes."""
     item_bytes = words.dtype.itemsize
     block, skipped = divmod(start * item_bytes, _BLOCK_BYTES)
     cipher = Cipher(AES256(key), CTR(block.to_bytes(_BLOCK_BYTES, "big"))).encryptor()
@@ -78,7 +78,7 @@ class MaskedLayout:
         yield from zip(self._specs, self._firsts, strict=True)
 
     def place(self, offset: int) -> int:
-        """Return the index in the update of the element at a byte offset of the model's data."""
+        """Return the index in the update of the element at this byte offset of the model's data."""
         index = int(np.searchsorted(self._offsets, offset, side="right")) - 1
         spec = self._specs[index]
         return self._firsts[index] + (offset - spec.offset) // dtype_named(spec.dtype).item_bytes

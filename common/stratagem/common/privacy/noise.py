@@ -36,15 +36,15 @@ Floats = NDArray[np.float64]
 
 SECRET_BYTES: Final = 32
 GRID_BITS: Final = 20
-"""The grid of a noised sum is the largest power of two that is at most sigma · 2^-20."""
+"""The fineness of a noised sum's grid: the largest power of two that is at most sigma · 2^-20."""
 
 _BLOCK_BYTES: Final = 16
 _PIECE: Final = 1 << 16
-"""The number of elements generated at once, which fit in the cache."""
+"""The number of elements of noise generated at once; they fit in the cache."""
 
 
 def derived_key(secret: bytes, names: Sequence[str]) -> bytes:
-    """Derive a key from the secret and these names; other names give independent keys."""
+    """Derive a key from the secret and these names; different names give independent keys."""
     info = b"".join(len(name.encode()).to_bytes(8, "big") + name.encode() for name in names)
     return HKDF(SHA256(), length=32, salt=b"stratagem noise", info=info).derive(secret)
 
@@ -68,7 +68,7 @@ def uniform(key: bytes, start: int, num: int) -> Floats:
 
 
 def rounded_to_grid(values: Floats, sigma: float) -> Floats:
-    """Round noised sums to multiples of the grid for noise of standard deviation sigma."""
+    """Round noised sums to multiples of a power of two (the grid), which follows from sigma."""
     grid = 2.0 ** (math.floor(math.log2(sigma)) - GRID_BITS)
     return np.rint(values / grid) * grid
 
@@ -99,7 +99,7 @@ _OF_ALL: Final = (
 
 
 class SecretLostError(StratagemError):
-    """The secret of a run is missing; the sentence says what to do."""
+    """The privacy secret of a run is missing or another one; the message says what to do."""
 
 
 class PrivacySecret:
@@ -108,14 +108,14 @@ class PrivacySecret:
     def __init__(
         self, path: Path | None, *, may_make: bool = False, missing: str = _OF_ALL
     ) -> None:
-        """Take the path of the secret; None if no path is configured and no secret may be made.
-        missing: what the error then advises."""
+        """Take the path of the secret; None if none is configured and none may be made. missing:
+        the advice in the error if a run needs it."""
         self._path = path
         self._may_make, self._missing = may_make, missing
         self._making = threading.Lock()
 
     def check_usable(self) -> None:
-        """Raise InvalidInputError if a private run could not get its secret."""
+        """Raise InvalidInputError if a run with differential privacy could not get the secret."""
         if self._path is None:
             raise InvalidInputError.at(SETTING, f"missing; {self._missing}")
         if self._path.exists() or not self._may_make:

@@ -25,9 +25,9 @@ _WIDE: Final = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """The rule of a round. clip: the largest change of an element, in either direction. bits: the
-    size of a quantised change, with its sign. num_clients: the most clients in a sum. max_weight:
-    the largest weight of a client."""
+    """The rule by which a round's changes become integers. clip: the largest change of an element,
+    in either direction. bits: the size of a quantised change, with its sign. num_clients: the most
+    clients in a sum. max_weight: the largest weight of a client."""
 
     clip: float
     bits: int
@@ -41,7 +41,7 @@ class Quantisation:
 
     @property
     def largest(self) -> int:
-        """Return the largest quantized value of one change."""
+        """Return the largest integer that a quantized change can have."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -54,7 +54,7 @@ class Quantisation:
 
     @property
     def word(self) -> np.dtype[Any]:
-        """Return the integer type of an update's elements: uint32 or uint64."""
+        """Return the integer type, uint32 or uint64, in which the sum of all clients fits."""
         return np.dtype("<u4" if self.largest_sum < _NARROW else "<u8")
 
     def quantise(self, changes: Floats, weight: int, out: Words) -> None:

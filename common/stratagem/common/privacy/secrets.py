@@ -45,7 +45,7 @@ PROTOCOL: Final = b"stratagem secure aggregation 1"
 
 @dataclass(frozen=True, slots=True)
 class SecureRound:
-    """The identity of one attempt of one secure round; an attempt's keys are used in no other."""
+    """The identity of one attempt of a secure-aggregation round; its keys are used in no other."""
 
     run_id: str
     party: Party
@@ -63,7 +63,7 @@ class SecureRound:
         return self.transcript("keys", client, share_key, mask_key)
 
     def of_survivors(self, client: int, members: bytes, survivors: Iterable[int]) -> bytes:
-        """Return the bytes that a client signs to confirm which clients are in the sum. members:
+        """Return the bytes that a client signs to confirm which clients the sum contains. members:
         the result of `of_members`."""
         return self.transcript("survivors", client, members, clients_bytes(survivors))
 
@@ -114,14 +114,15 @@ class PublicKeys:
 
 @dataclass(frozen=True, slots=True)
 class HeldShare:
-    """A holder's shares of a client's self mask and mask key; the holder may reveal only one."""
+    """One holder's shares of a client's self mask and mask key, of which it may reveal only one."""
 
     self_mask: bytes
     mask_key: bytes
 
 
 class ClientSecrets:
-    """All secrets of one client in one round; without repr and comparison, so that none leaks."""
+    """All secrets of one client in one attempt of a secure-aggregation round; without repr and
+    comparison, so that none leaks."""
 
     def __init__(self, of_round: SecureRound, client: int, root: bytes) -> None:
         if len(root) != KEY_BYTES:
@@ -137,11 +138,11 @@ class ClientSecrets:
 
     @property
     def self_mask_key(self) -> bytes:
-        """Return the key of the mask that this client alone adds."""
+        """Return the key of the client's self mask, which is shared with no other client."""
         return self_mask_key(self._round, self._client, self._derived("self mask"))
 
     def pair_mask_key(self, other: int, mask_key: bytes) -> bytes:
-        """Return the key of the mask that this client shares with another one."""
+        """Return the key of the mask that this client shares with another client."""
         return pair_mask_key(
             self._round, (self._client, self._mask_key), (other, mask_key), self.public.mask_key
         )
@@ -162,12 +163,12 @@ class ClientSecrets:
         return sealed
 
     def own_share(self, others: Sequence[int], threshold: int, context: bytes) -> HeldShare:
-        """Return the shares that the client holds of its own secrets."""
+        """Return the shares of the client's secrets that the client itself holds."""
         return self._shares((*others, self._client), threshold, context)[self._client]
 
     def opened(self, sender: int, public_key: bytes, sealed: bytes, context: bytes) -> HeldShare:
-        """Decrypt the shares that another client sealed for this one. Raises InvalidInputError
-        unless that client sealed them in this round."""
+        """Return the decrypted shares that another client sealed for this one. Raises
+        InvalidInputError unless that client sealed them in this round."""
         text = self._round.transcript("share", sender, self._client, context)
         key = self._common_key(text, public_key, (public_key, self.public.share_key))
         try:
@@ -191,7 +192,7 @@ class ClientSecrets:
         return hkdf(self._root, self._round.transcript(f"client {what}", self._client, *parts))
 
     def _common_key(self, text: bytes, public_key: bytes, keys: tuple[bytes, bytes]) -> bytes:
-        """Derive the encryption key of a message. keys: the public keys of sender and receiver."""
+        """Derive the encryption key of a message. keys: the sender's and receiver's public keys."""
         return hkdf(_exchanged(self._share_key, public_key), text + keys[0] + keys[1])
 
     def _shares(
@@ -213,15 +214,15 @@ class ClientSecrets:
 
 
 def self_mask_key(of_round: SecureRound, client: int, self_mask: bytes) -> bytes:
-    """Derive the key of a client's self mask from the secret that its holders have revealed."""
+    """Derive the key of a client's self mask from the secret that was recovered from its shares."""
     return hkdf(self_mask, of_round.transcript("self mask", client))
 
 
 def dropped_pair_key(
     of_round: SecureRound, dropped: int, private_key: bytes, other: int, mask_key: bytes
 ) -> bytes:
-    """Derive the key of the mask between a dropped-out client and another one, from the private
-    mask key that the holders have revealed."""
+    """Derive the key of the pair mask between a client that dropped out and another one, from the
+    former's private mask key, recovered from its shares."""
     key = X25519PrivateKey.from_private_bytes(private_key)
     own_public = key.public_key().public_bytes_raw()
     return pair_mask_key(of_round, (dropped, key), (other, mask_key), own_public)
@@ -233,7 +234,7 @@ def pair_mask_key(
     other: tuple[int, bytes],
     own_public: bytes,
 ) -> bytes:
-    """Derive the key of the mask that two clients share; it is the same from either side."""
+    """Derive the key of the mask that two clients share; one adds it, the other subtracts it."""
     ends = sorted([(owner[0], own_public), other])
     parts = [part for end in ends for part in end]
     return hkdf(_exchanged(owner[1], other[1]), of_round.transcript("pair mask", *parts))
@@ -245,13 +246,13 @@ def public_of(private_key: bytes) -> bytes:
 
 
 def hkdf(secret: bytes, info: bytes) -> bytes:
-    """Derive 32 bytes with HKDF-SHA256."""
+    """Derive a key of 32 bytes from a secret with HKDF-SHA256."""
     return HKDF(SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
 
 
 def _exchanged(private_key: X25519PrivateKey, public_key: bytes) -> bytes:
-    """Return the X25519 shared secret. Raises InvalidInputError for a key of small order, with
-    which everybody would know the secret."""
+    """Return the shared secret of an X25519 key exchange. Raises InvalidInputError for a key of
+    small order, with which everybody would know the secret."""
     try:
         return private_key.exchange(X25519PublicKey.from_public_bytes(public_key))
     except ValueError:

@@ -16,7 +16,7 @@ from typing import Final
 PRIME: Final = 2**521 - 1
 SHARE_BYTES: Final = 66
 COEFFICIENT_BYTES: Final = 72
-"""The random bytes per polynomial coefficient, which modulo the prime are uniform up to 2^-55."""
+"""The random bytes per polynomial coefficient: modulo the prime, uniform up to 2^-55."""
 
 
 def share(secret: bytes, places: Sequence[int], threshold: int, random: bytes) -> dict[int, bytes]:
@@ -88,8 +88,8 @@ RING_SEED_BYTES: Final = 32
 
 
 def num_neighbours(num_clients: int, degree: int | str) -> int:
-    """Return the number of neighbours per client, at most all others; an odd number on a ring is
-    rounded up."""
+    """Return the number of neighbours per client, `degree` or at most all others; on a ring an odd
+    number is rounded up."""
     others = num_clients - 1
     if degree == AUTO:
         return others if num_clients <= MAX_COMPLETE else min(others, AUTO_DEGREE)
@@ -98,14 +98,14 @@ def num_neighbours(num_clients: int, degree: int | str) -> int:
 
 
 def is_complete(num_clients: int, degree: int | str) -> bool:
-    """Return whether all clients are neighbours of each other."""
+    """Return whether all clients are neighbours of each other (hold each other's shares)."""
     return num_neighbours(num_clients, degree) == num_clients - 1
 
 
 def neighbours(
     members: Collection[int], degree: int | str, ring_seed: bytes
 ) -> Mapping[int, tuple[int, ...]]:
-    """Return the ascending neighbours of each client on a ring that ring_seed shuffles."""
+    """Return each client's neighbours, ascending, on a ring that ring_seed has shuffled."""
     number = num_neighbours(len(members), degree)
     if number == len(members) - 1:
         everybody = sorted(members)
@@ -134,7 +134,7 @@ def never_opened(
     survivors: Collection[int],
     threshold: float,
 ) -> list[int]:
-    """Return the clients whose shared secrets cannot be recovered, as too few of their holders
+    """Return the clients whose secrets cannot be recovered, as too few holders of their shares
     survive; the sum cannot be unmasked without them."""
     return [
         client

@@ -14,7 +14,7 @@ from typing import Final
 from stratagem.common.base.text import counted
 
 VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""The environment variables that limit the threads of torch, and of its matrix products."""
+"""The environment variables that set the number of threads of torch and its matrix products."""
 WAITING: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """The environment variables that set whether idle OpenMP threads spin or sleep."""
 CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -23,7 +23,7 @@ OWN_GROUPS: Final = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """A number of threads, and where it comes from; "" for a number that was requested."""
+    """A number of threads, and the variable that it comes from; "" if it was requested."""
 
     number: int
     by: str = ""
@@ -43,8 +43,8 @@ class ThreadChoice:
 
 
 def threads_told(environ: Mapping[str, str]) -> ThreadChoice | None:
-    """Return the number of threads set in the environment, the smaller one of two variables, since
-    torch knows one number for both; None if none is set that OpenMP accepts."""
+    """Return the number of threads that the environment sets, the smaller one of two variables,
+    since torch knows one number for both; None if neither is set to a value that OpenMP accepts."""
     choices = [
         ThreadChoice(number, name)
         for name in VARIABLES
@@ -92,8 +92,9 @@ def available_cores() -> int:
 
 
 def cores_within(num_bound: int, own_groups: Path, root: Path) -> int:
-    """Return the whole cores that num_bound cores and the control groups allow, at least one.
-    own_groups: like /proc/self/cgroup; root: like /sys/fs/cgroup.
+    """Return the number of whole cores that num_bound cores and control groups allow, at least one.
+    own_groups: like /proc/self/cgroup; root: like /sys/fs/cgroup. A fraction of a core does not
+    count: a throttled thread would hold up all others.
 
     A fraction of a core does not count: a throttled thread would hold up all others.
     """
@@ -108,8 +109,8 @@ def _first_number(text: str) -> int:
 
 
 def _folders(own_groups: Path, root: Path) -> Iterator[Path]:
-    """Yield the folders of a process's control groups and of all groups above. In a container the
-    names may be the host's, and then only the topmost folder exists."""
+    """Yield the folders of the control groups of a process and of the groups above them. In a
+    container the names may be the host's, and then only the topmost folder exists."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
@@ -134,7 +135,7 @@ def _quotas(folder: Path) -> Iterator[float]:
 
 
 def _numbers(file: Path) -> list[float]:
-    """Return the whole numbers in a file; none if it is missing or says "max"."""
+    """Return the whole numbers that a file holds; none if the file is missing or says "max"."""
     try:
         return [float(word) for word in file.read_text().split()]
     except (OSError, ValueError):

@@ -115,7 +115,7 @@ FAILPOINTS: Final = (
 
 @functools.cache
 def directory_of_this_process() -> str | None:
-    """Return the directory of armed failpoints, or None; the variable is read once."""
+    """Return the directory of armed failpoints, or None; the environment variable is read once."""
     return os.environ.get(DIRECTORY_VARIABLE)
 
 
@@ -123,7 +123,7 @@ os.register_at_fork(after_in_child=directory_of_this_process.cache_clear)
 
 
 def failpoint(name: str) -> None:
-    """Kill this process here if a test has armed the failpoint."""
+    """Kill this process at this place if a test has armed the failpoint of this name."""
     directory = directory_of_this_process()
     if not directory:
         return

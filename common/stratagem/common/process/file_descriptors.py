@@ -5,7 +5,7 @@ from typing import Final
 import structlog
 
 ENOUGH: Final = 256
-"""The limit on open files and connections, together, below which a process warns."""
+"""The number of files and connections that a process needs in all; with a lower limit it warns."""
 _WANTED: Final = 65_536
 
 log = structlog.get_logger()

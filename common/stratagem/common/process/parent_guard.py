@@ -17,7 +17,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def guarded(command: "list[str]") -> "list[str]":
-    """Return the command line that runs a command so that it cannot outlive the calling thread."""
+    """Return a command line that runs the command through this program, so that the command ends
+    when the calling thread does."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 

@@ -36,20 +36,21 @@ _said = "malloc: never tuned in this process"
 
 
 def malloc_note() -> str:
-    """Return a sentence on how `tune_malloc` has configured this process."""
+    """Return the sentence in which `tune_malloc` said how it has configured this process."""
     return _said
 
 
 def tune_malloc() -> str:
-    """Set those of four malloc options that the operator has not; return a sentence for the log."""
+    """Set four options of the C library's allocator, except those that the operator has set; return
+    a sentence for the log."""
     global _said
     _said = _tuned()
     return _said
 
 
 def give_back() -> None:
-    """Return free memory to the operating system, in holes too; this takes milliseconds, and later
-    page faults. Does nothing if the C library cannot do it."""
+    """Return freed memory to the operating system, even inside the heap; this takes milliseconds,
+    and page faults on later use. Does nothing if the C library cannot do it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -83,7 +84,7 @@ _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class OwnFolder:
-    """A private folder that is removed with its process."""
+    """A private folder that is removed at the end of the process that made it."""
 
     def __init__(self, place: Path, prefix: str) -> None:
         """Make the folder in `place`, with a name that begins with the prefix."""
@@ -132,8 +133,8 @@ def remove_abandoned(place: Path, prefix: str) -> None:
 
 
 def machine_prefix() -> str:
-    """Return the prefix of this machine's temporary folders, which names the machine and its boot,
-    so that other machines that share the place but may not see the locks remove none of them."""
+    """Return the name prefix of this machine's temporary folders: it identifies machine and boot,
+    so that machines which share the place but do not see each other's locks remove only theirs."""
     try:
         booted = _BOOT.read_text()
     except OSError:  # not Linux
@@ -142,10 +143,8 @@ def machine_prefix() -> str:
 
 
 def temporary_folder(kind: str, place: Path | None = None) -> OwnFolder:
-    """Make a private temporary folder, and remove those that killed processes have left.
-
-    kind: a word for its name. place: the temporary directory unless given.
-    """
+    """Make a private temporary folder, and remove those that killed processes have left. kind: a
+    word for its name. place: the temporary directory unless given."""
     remove_temporary(place)
     return OwnFolder(place or Path(tempfile.gettempdir()), f"{machine_prefix()}{kind}-")
 
@@ -161,7 +160,7 @@ def remove_temporary(place: Path | None = None) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with its content, including folders that nobody may write to."""
+    """Remove a folder with its content, even folders that are not writable."""
     with suppress(FileNotFoundError):
         for where, _, _ in os.walk(path):
             os.chmod(where, 0o700)
@@ -174,11 +173,12 @@ def remove_tree(path: Path) -> None:
 # show hours later. Wrong settings are described for an operator.
 
 HEARTBEATS_PER_TTL: Final = 2.4
-"""The least number of heartbeats per lease: with fewer, one late heartbeat loses a worker."""
+"""The least number of heartbeats that a worker's lease must leave time for: with fewer, one late
+heartbeat would lose the worker."""
 
 
 def at_least(settings: Any, large: str, small: str, times: float, why: str) -> None:
-    """Raise ValueError, with both names, unless `large` is at least `times` the setting `small`."""
+    """Raise ValueError, naming both, unless setting `large` is at least `times` setting `small`."""
     value, other = getattr(settings, large), getattr(settings, small)
     if value < times * other:
         factor = "" if times == 1 else f"{times:g} times "
@@ -194,7 +194,7 @@ def flag(name: str) -> str:
 
 
 def told(program: str, error: ValidationError) -> str:
-    """Describe the errors in the settings of a program, one line for each."""
+    """Describe the errors in the command-line settings of a program, one line for each."""
     lines = []
     for detail in error.errors():
         where = ".".join(map(str, detail["loc"]))

@@ -31,7 +31,7 @@ _libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
 
 
 def leave_on(*numbers: signal.Signals, status: int = 0) -> None:
-    """Make these signals end the process with this status, until they get another handler."""
+    """Make these signals end the process at once with this status, until handlers replace this."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:
         os._exit(status)  # an orderly exit would wait for the thread that is waiting for the lead

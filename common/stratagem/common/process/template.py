@@ -38,7 +38,7 @@ PRELOADED: Final = (
     "torch",
     "stratagem.worker.process.main",
 )
-"""The modules to import, in order; a coordinator can start before torch is imported."""
+"""The modules that the server imports, in order; a coordinator can start before torch is there."""
 READ_WHILE_LOADED: Final = (
     *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
@@ -52,7 +52,7 @@ MAX_STATUS_BYTES: Final = 4096
 
 
 class Process(Protocol):
-    """The interface common to subprocess.Popen and Fork."""
+    """The interface that subprocess.Popen and Fork have in common."""
 
     @property
     def pid(self) -> int: ...
@@ -70,10 +70,7 @@ class Process(Protocol):
 def start(
     argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, with_input: bool
 ) -> Process:
-    """Run a command in a new session, by a fork if possible, with output and errors in the log.
-
-    The command ends with the calling thread, or with this process. with_input: `stdin` is a pipe.
-    """
+    """Run a command in a new session, by a fork if possible, with output and errors in the log."""
     server = _server_for(environment) if sys.platform == "linux" and _is_program(argv) else None
     if server is not None:
         try:
@@ -91,13 +88,13 @@ def start(
 
 
 def prepare() -> None:
-    """Start the fork server for this process's environment, which begins to import modules."""
+    """Start the fork server for this process's environment; it begins to import modules."""
     if sys.platform == "linux" and (server := _server_for(os.environ)) is not None:
         server.start()
 
 
 def end_descriptor(process: Process) -> int:
-    """Return a new file descriptor that becomes readable when the process ends; Linux only."""
+    """Return a new file descriptor that is readable once the process has ended; Linux only."""
     if isinstance(process, Fork):
         return os.dup(process.status.fileno())
     return os.pidfd_open(process.pid)
@@ -153,7 +150,7 @@ class Fork:
 
 
 class _ForkServer:
-    """The client side of this process's fork server; a fork of this process starts its own."""
+    """The requesting end of this process's fork server; a fork of this process starts its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -161,10 +158,10 @@ class _ForkServer:
         self._requests: socket.socket | None = None
         self._owner = 0
         self._is_used = False
-        """A program was requested from the present server."""
+        """True if a program was requested from the server process that runs now."""
 
     def start(self) -> None:
-        """Start the server process, which begins to import, before any program is requested."""
+        """Start the server process, which imports modules before any program is requested."""
         with self._lock:
             self._ensure()
 
@@ -208,7 +205,7 @@ class _ForkServer:
     def _fork_of(
         self, requests: socket.socket, status: socket.socket, stdin: IO[bytes] | None
     ) -> Fork:
-        """Return the requested fork; forget a server that died with the request."""
+        """Return the fork that the server makes; forget a server that has died."""
         try:
             return Fork(status, stdin)
         except ConnectionError:
@@ -275,12 +272,12 @@ def _read_early(environment: Mapping[str, str]) -> Early:
 
 
 _servers: Final[dict[Early, _ForkServer]] = {}
-"""The fork servers, keyed by the variables that libraries read when loaded; nearly always one."""
+"""The fork servers, keyed by the variables that libraries read when loaded: nearly always one."""
 
 
 def _server_for(environment: Mapping[str, str]) -> _ForkServer | None:
-    """Return the fork server whose libraries were loaded under this environment; None if they would
-    be loaded differently."""
+    """Return the fork server whose libraries were loaded under this environment; None if that is
+    impossible, as they would load differently."""
     early = _read_early(environment)
     if early not in _servers and early == _read_early(os.environ):
         _servers[early] = _ForkServer()
@@ -341,12 +338,13 @@ class _Template:
         self._requests = requests
         self._modules, self._missing = modules, list(modules)
         self._waiting: dict[int, tuple[int, socket.socket]] = {}
-        """The process id of each fork, and the socket that reports its end, keyed by pidfd."""
+        """The process id of each fork and the socket that reports its end, keyed by pidfd."""
         self._poller = select.poll()
         self._poller.register(requests, select.POLLIN)
 
     def serve(self) -> ForkProgram | None:
-        """Serve requests until their socket is closed; return the program in each fork."""
+        """Fork on request until the socket of requests is closed. Return None then, and in each
+        fork the program to run."""
         while True:
             can_wait = not self._missing
             for descriptor, _ in self._poller.poll(None if can_wait else 0):
@@ -362,8 +360,8 @@ class _Template:
                 del self._missing[0]
 
     def _can_serve_next(self) -> bool:
-        """Return whether the modules that the next program needs are imported: those of its
-        package, or all if none is of its package."""
+        """Return whether the modules that the next requested program needs are imported: those of
+        its package, or all if none is of its package."""
         message = self._requests.recv(MAX_REQUEST_BYTES, socket.MSG_PEEK)
         if not message:
             return True
@@ -374,8 +372,8 @@ class _Template:
         return bool(modules) and modules.isdisjoint(self._missing)
 
     def _serve_one(self) -> tuple[bool, ForkProgram | None]:
-        """Fork the next program. Return (whether `serve` must return, the program if this is the
-        fork; None at the end of requests)."""
+        """Fork for the next request. Return (whether `serve` must return, what it must return: the
+        program in the fork, None if there are no more requests)."""
         message, descriptors, _, _ = socket.recv_fds(
             self._requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS
         )
@@ -396,7 +394,7 @@ class _Template:
 
 
 def _answer(pid: int, descriptors: list[int]) -> tuple[int, socket.socket]:
-    """Report a new fork to the client; return its pidfd, and the socket to report its end on."""
+    """Report a new fork to its client; return its pidfd, and the socket to report its end on."""
     *streams, status = descriptors
     for stream in streams:
         os.close(stream)
@@ -427,7 +425,7 @@ def _detach(
     waiting: dict[int, tuple[int, socket.socket]],
     descriptors: list[int],
 ) -> None:
-    """Drop everything inherited from the server (its process id) but the imported modules."""
+    """Drop what a fork inherits from the server (its process id) but the imported modules."""
     os.setsid()  # only the starting process handles Ctrl-C
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != server:  # it died before the request
@@ -443,7 +441,7 @@ def _detach(
 
 
 def _become(program: ForkProgram) -> int:
-    """Run a program in this fork, in its folder and environment; return the exit status."""
+    """Run a program in this fork, in the program's folder and environment; return its status."""
     os.environ.clear()
     os.environ.update(program.environment)
     tempfile.tempdir = None  # an import has set it already: TMPDIR must be read again

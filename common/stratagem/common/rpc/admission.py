@@ -15,10 +15,10 @@ from typing import Any, Final
 from stratagem.common.base.errors import InvalidInputError, LimitError
 
 MALFORMED: Final = object()
-"""Placeholder for a request that does not parse."""
+"""A placeholder that a deserializer returns for a request that does not parse."""
 
 RETRY_AFTER_S: Final = 1.0
-"""The wait that a caller is told to make after it hit a limit on open calls."""
+"""The seconds after which a caller that hit the limit on open calls is told to retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ DEFAULT_LIMITS: Final = CallLimits()
 
 
 class Admission:
-    """The counter of open calls of a server, which enforces the limit. Used on the event loop."""
+    """The counter of a server's open calls, which enforces the limit; for use on the event loop."""
 
     def __init__(self, limits: CallLimits) -> None:
         self.limits = limits
@@ -48,8 +48,8 @@ class Admission:
 
     @contextmanager
     def entered(self, method: str) -> Iterator[None]:
-        """Context manager that counts a call as open. Raises LimitError if too many calls are open.
-        method: the call's full path."""
+        """Context manager that counts a call as open in its block. Raises LimitError if too many
+        calls are open. method: the call's full path."""
         if method.rpartition("/")[2] in self.limits.unlimited:
             yield
             return
@@ -66,7 +66,7 @@ class Admission:
 
 
 async def only_request(requests: AsyncIterator[Any], idle_timeout_s: float) -> Any:
-    """Receive the only request of a call that has no request stream."""
+    """Receive and return the single request of a call that is not a request stream."""
     try:
         async with asyncio.timeout(idle_timeout_s):
             request = await anext(requests, None)
@@ -78,7 +78,7 @@ async def only_request(requests: AsyncIterator[Any], idle_timeout_s: float) -> A
 
 
 def parsed(request: Any) -> Any:
-    """Return the request unless it is MALFORMED, for which InvalidInputError is raised."""
+    """Return the request that was deserialized. Raises InvalidInputError if it is MALFORMED."""
     if request is MALFORMED:
         raise InvalidInputError.at("request", "does not parse as the message of this call")
     return request

@@ -104,8 +104,8 @@ _LOOK_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The files with which a process authenticates itself to servers and verifies them; without
-    files the process uses plaintext."""
+    """The files (certificates, token) by which a process proves itself to servers and verifies
+    them; without files the process uses plaintext."""
 
     tls: TlsFiles | None = None
     token_file: str | PathLike[str] | None = None
@@ -170,7 +170,7 @@ def _shallow_options(address: str) -> Options:
 
 
 async def write_message(call: Any, message: Message | bytes) -> None:
-    """Write to a connected stream, and raise the reason if the other side refuses.
+    """Write to a connected stream; if the other side has refused, raise its reason.
 
     `call.write` replaces the status of the other side by INTERNAL if it arrives during a write, as
     it does in a stream of tensors. This function therefore writes one level below, where a message
@@ -191,7 +191,7 @@ class DelegatingChannel(grpc.aio.Channel):
 
     @abstractmethod
     def _present(self) -> grpc.aio.Channel:
-        """Return the channel to forward to now."""
+        """Return the channel to which a call that starts now is forwarded."""
 
     @abstractmethod
     def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,8 +230,8 @@ class DelegatingChannel(grpc.aio.Channel):
 
 
 class _ProtocolChannel(DelegatingChannel):
-    """A channel that adds protocol version, token and trace to the metadata of each call, and
-    raises UnavailableError once it is closed."""
+    """A channel that adds protocol version, token and trace to each call's metadata, and raises
+    UnavailableError once it is closed."""
 
     def __init__(self, name: str, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
         self._name, self._inner, self._token = name, inner, token
@@ -268,8 +268,8 @@ class _RenewedChannel(DelegatingChannel):
     ) -> None:
         self._address, self._files, self._options = address, files, options
         self._calls_of: dict[grpc.aio.Channel, WeakSet[Any]] = {}
-        """The open calls of each open channel; weak references, so that a call that has ended is
-        not kept until the next check."""
+        """The open calls of each open channel; weak references, so that ended calls are not
+        kept."""
         self._closing: set[asyncio.Task[None]] = set()
         self._newest = self._open()
         self._look_again_s = 0.0
@@ -334,10 +334,8 @@ def split_addresses(text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Coordinators:
-    """The addresses of a cluster's coordinators, and the one to call now.
-
-    Several channels of one process may share it, and move on together.
-    """
+    """The addresses of a cluster's coordinators, and the one to call now. Several channels of one
+    process may share it, and move on together."""
 
     addresses: tuple[str, ...]
     present: str = field(init=False)
@@ -350,7 +348,7 @@ class Coordinators:
         return len(self.addresses) > 1
 
     def move_on(self, failed: str) -> None:
-        """Switch to the next address, unless another call has already switched from `failed`."""
+        """Switch from the address `failed` to the next, unless another call has done so."""
         if failed == self.present:
             index = self.addresses.index(failed)
             self.present = self.addresses[(index + 1) % len(self.addresses)]

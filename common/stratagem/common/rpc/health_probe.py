@@ -14,10 +14,7 @@ TIMEOUT_S: Final = 3.0
 
 def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> str:
     """Return SERVING or NOT_SERVING as the service at host:port reports, else why there is no
-    answer.
-
-    service: "live" asks a coordinator only whether it works, not whether it leads.
-    """
+    answer. service: "live" asks a coordinator only whether it works, not whether it leads."""
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -32,7 +29,7 @@ def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> 
 
 
 def _why(error: grpc.RpcError, address: str, timeout_s: float) -> str:
-    """Return why there is no answer; gRPC's text unless the service is away or too slow."""
+    """Return why there is no answer; gRPC's own text unless the service is away or too slow."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return f"nobody answers at {address}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

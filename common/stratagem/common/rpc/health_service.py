@@ -23,7 +23,7 @@ _Answer = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # has no types
-    """The grpc.health.v1 service of a process; SERVING at first. Used on the event loop."""
+    """The grpc.health.v1 service of a process; SERVING at first. For use on the event loop."""
 
     def __init__(self) -> None:
         self._status: dict[str, Status] = {"": _Answer.SERVING}

@@ -46,7 +46,7 @@ MAX_ANSWER_BYTES: Final = 16 * 2**10
 MAX_STATUS_CHARS: Final = 200
 _PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS: Final = ("no_grpc_proxy", "no_proxy")
-"""Environment variables with hosts that need no proxy; gRPC takes the first that is set."""
+"""Environment variables with hosts to reach without a proxy; gRPC takes the first that is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,8 @@ class HttpProxy:
         return f"{self.host}:{self.port}"
 
     def connection(self, address: str, timeout_s: float) -> socket.socket:
-        """Connect to HOST:PORT through the proxy and return the socket.
-
-        Raises ProxyRefusalError or ProxyAwayError, with a sentence on the cause.
-        """
+        """Connect to HOST:PORT through the proxy and return the socket. Raises ProxyRefusalError or
+        ProxyAwayError, with a sentence on the cause."""
         try:
             connection = socket.create_connection((self.host.strip("[]"), self.port), timeout_s)
         except (OSError, UnicodeError) as error:
@@ -85,7 +83,7 @@ class HttpProxy:
         return connection
 
     def _check(self, status: str, address: str) -> None:
-        """Raise the error in the status line of the proxy's answer, unless it says 200."""
+        """Raise the error that the status line of the proxy's answer means, unless it says 200."""
         code = status.split(" ")[1:2]
         if code == ["200"]:
             return
@@ -164,7 +162,7 @@ def _first_set(names: tuple[str, ...]) -> str:
 
 
 def _answer(connection: socket.socket) -> bytes:
-    """Read the head of the proxy's answer, and leave the rest in the socket."""
+    """Read the head of the proxy's HTTP answer; what follows stays unread in the socket."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         byte = connection.recv(1)
@@ -194,7 +192,8 @@ async def identity_problem(
     *,
     lasting: bool = False,
 ) -> str:
-    """Return a sentence on why a call failed; "" if neither identity nor a proxy is the reason.
+    """Return a sentence on why a call failed; "" unless identity (TLS, token) or a proxy is the
+    reason.
 
     to_worker, proxy: as given to open_channel. lasting: leave out a transient cause, which is a
     proxy that cannot be reached or does not reach the address.
@@ -214,8 +213,8 @@ def explain(
     proxy: str = "",
     lasting: bool = False,
 ) -> str:
-    """Probe a server by hand, and describe why a caller cannot connect; "" if a handshake works, or
-    no server can be reached at all. lasting: leave out transient causes."""
+    """Make a handshake by hand, and return a sentence on why a caller cannot connect to a server;
+    "" if it works, or no server can be reached at all. lasting: leave out transient causes."""
     probe = _Probe(address, timeout_s, proxy_for(address, proxy))
     try:
         if proof.tls is None:
@@ -234,10 +233,7 @@ def explain(
 
 
 class _Connection(ssl.SSLSocket):
-    """A TLS socket that closes itself if its peer is gone before the handshake.
-
-    wrap_socket() has taken over the descriptor by then, and leaves it open.
-    """
+    """A TLS socket that closes its descriptor if the peer has gone before the handshake."""
 
     def getpeername(self) -> object:
         try:
@@ -254,7 +250,7 @@ class _Probe:
     proxy: HttpProxy | None
 
     def handshake(self, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
-        """Do a TLS handshake; return the socket. Raises OSError, of which SSLError is one."""
+        """Make a TLS handshake; return the socket. Raises OSError, of which SSLError is one."""
         context.set_alpn_protocols(["h2"])
         context.sslsocket_class = _Connection
         plain = self._connection()
@@ -315,7 +311,7 @@ def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -
 
 
 def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: str) -> str:
-    """Describe what is wrong with the server's certificate."""
+    """Return a sentence on what is wrong with the server's certificate."""
     from cryptography import x509
 
     from stratagem.common.identity.tls import names_of
@@ -346,7 +342,7 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
 
 
 def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
-    """Say which certificate has expired, the server's or an authority that we trust."""
+    """Return a sentence on which certificate has expired: the server's or a trusted authority's."""
     from cryptography import x509
 
     authorities = x509.load_pem_x509_certificates(Path(files.ca).read_bytes())
@@ -358,7 +354,7 @@ def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
 
 
 def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
-    """Describe what is wrong with our certificate, which the server rejected."""
+    """Return a sentence on what is wrong with our own certificate, which the server rejected."""
     if material.cert is None:
         return (
             f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "

@@ -79,12 +79,12 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 OnRefusal: TypeAlias = Callable[[Any, StratagemError], None]
-"""A callback for refused calls of an authorized caller, with the request and the error."""
+"""A callback for refused calls of authorized callers, which gets the request and the error."""
 
 _OUTAGES: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
 )
-"""OS error codes that may pass: no space, files, memory, or an I/O error."""
+"""OS error codes of conditions that may pass: no space, files or memory, or an I/O error."""
 PROBE_TIMEOUT_S: Final = 5.0
 PROBES: Final = ("Check", "List")
 
@@ -110,7 +110,7 @@ def make_server(
 
 
 def make_health_server() -> grpc.aio.Server:
-    """Return a server for health probes only, which always admits single questions."""
+    """Return a server for health probes alone, which always admits questions that do not stream."""
     limits = CallLimits(PROBE_TIMEOUT_S, DEFAULT_LIMITS.max_calls, unlimited=PROBES)
     return make_server(limits)
 
@@ -125,10 +125,8 @@ def add_health(server: grpc.aio.Server) -> HealthService:
 def bind(
     server: grpc.aio.Server, host: str, port: int, *, allow_insecure_network: bool = False
 ) -> int:
-    """Listen in plaintext, port 0 meaning any free one; return the port.
-
-    Nothing here is encrypted or authenticated, so other hosts are admitted only on request.
-    """
+    """Listen in plaintext, port 0 meaning any free one; return the port. Nothing here is encrypted
+    or authenticated, so other hosts are admitted only on request."""
     if not allow_insecure_network and not is_loopback(host):
         raise InvalidInputError.at(
             "host",
@@ -147,11 +145,8 @@ def bind_tls(
     *,
     asks_for_certificate: bool = True,
 ) -> int:
-    """Listen with TLS, port 0 meaning any free one; return the port.
-
-    asks_for_certificate: refuse callers without a certificate of our CA; otherwise callers need a
-    token.
-    """
+    """Listen with TLS, port 0 meaning any free one; return the port. asks_for_certificate: refuse
+    callers without a certificate of our CA; otherwise callers need a token."""
     credentials = server_credentials(files, asks_for_certificate=asks_for_certificate)
     return _listen(host, port, lambda address: server.add_secure_port(address, credentials))
 
@@ -205,7 +200,7 @@ class _Rules(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Handler, call: "_Call") -> Handler:
-    """Wrap a handler with our rules; the result reads even a single request as a stream."""
+    """Wrap a handler with our rules for calls; the result reads even one request as a stream."""
     behaviour = getattr(handler, _KINDS[(handler.request_streaming, handler.response_streaming)])
     make: Callable[..., Handler] = grpc.stream_unary_rpc_method_handler
     if handler.response_streaming:
@@ -227,7 +222,7 @@ _KINDS: Final[dict[tuple[bool, bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One incoming call, with the rules that apply to it before and while it is handled."""
+    """One incoming call, with the rules for it before and while it is handled."""
 
     details: grpc.HandlerCallDetails
     takes_stream: bool
@@ -238,13 +233,13 @@ class _Call:
 
     @property
     def method(self) -> str:
-        """Return the full path of the method."""
+        """Return the full path of the call's method, "/package.Service/Method"."""
         method: str = self.details.method
         return method
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Context manager that counts the call as open. Raises LimitError if too many calls are."""
+        """Context manager that counts this call as open. Raises LimitError if too many are."""
         name = name_of(self.method)
         began_s = self.calls.begin(name)
         try:
@@ -254,7 +249,7 @@ class _Call:
             self.calls.end(name, began_s)
 
     def admit(self, context: Context) -> None:
-        """Check that the caller may make the call. Raises the error of a refusal."""
+        """Check that the caller may make this call at all. Raises the error to refuse it with."""
         if not is_open(self.method):
             metadata = self.details.invocation_metadata or ()
             self.gate.admit(self.method, context.auth_context(), metadata)
@@ -270,7 +265,7 @@ class _Call:
         return request
 
     async def tell(self, error: StratagemError, request: Any, requests: AsyncIterator[Any]) -> None:
-        """Report the refusal of an authorized caller's call to `on_refusal`. request: None if it
+        """Report to `on_refusal` that an authorized caller's call was refused. request: None if it
         was not read yet, because the caller has another protocol version."""
         if self.on_refusal is None:
             return
@@ -281,7 +276,7 @@ class _Call:
 
     @property
     def stall_s(self) -> float | None:
-        """Return the seconds within which the caller must take an answer; None for no limit."""
+        """Return the seconds within which the caller must take each answer; None for no limit."""
         limits = self.admission.limits
         is_hurried = self.method.rpartition("/")[2] not in limits.unhurried
         return limits.idle_timeout_s if is_hurried else None
@@ -314,7 +309,7 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-    """Wrap a serializer so that bytes pass unchanged, since chunks are serialized already."""
+    """Return a serializer that returns bytes unchanged, since chunks are serialized already."""
     return lambda message: (
         message if isinstance(message, bytes) or serialize is None else serialize(message)
     )
@@ -377,14 +372,14 @@ def _streaming(
 
 
 def _check_not_cancelled() -> None:
-    """Raise CancelledError again if this call was cancelled, not something that it awaits."""
+    """Raise CancelledError again if this call was cancelled, not only what it awaits."""
     task = asyncio.current_task()
     if task is None or task.cancelling():
         raise asyncio.CancelledError
 
 
 def _ending() -> UnavailableError:
-    """Return the error for calls of an ending server, since gRPC itself would answer nothing."""
+    """Return the error to end calls with when the server ends, since gRPC itself sends none."""
     return UnavailableError("this process ends, and what the call waited for with it")
 
 
@@ -430,8 +425,8 @@ S = TypeVar("S")
 def checks_what_is_named(
     service: ServiceDescriptor, checks: Mapping[Names, Check]
 ) -> Callable[[type[S]], type[S]]:
-    """Return a class decorator for the servicer of a service. Raises KeyError, which names a call
-    or a check that is missing."""
+    """Return a class decorator that makes the methods of a servicer check that the caller may name
+    the resource in the request. Raises KeyError, which names a call or check that is missing."""
 
     def decorate(servicer: type[S]) -> type[S]:
         for method in service.methods:
@@ -476,7 +471,7 @@ def _checked(handler: Any, method: MethodDescriptor, check: Check) -> Any:
 
 
 class _FirstChecked:
-    """A request stream whose first request is checked before the handler gets it."""
+    """A request stream that checks its first request before the handler gets it."""
 
     __slots__ = ("_look", "_requests")
 
@@ -500,7 +495,7 @@ class _FirstChecked:
 
 
 class _AnswersOnceChecked:
-    """A response stream that begins once the request was checked."""
+    """A response stream that checks the request before it gives the first response."""
 
     __slots__ = ("_answers", "_look")
 

@@ -143,7 +143,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _sent(connection: http.client.HTTPConnection, pieces: Iterable[memoryview]) -> Iterator[int]:
-    """Send the pieces; yield the number of bytes sent so far after each write."""
+    """Send the pieces; after each write yield the number of bytes sent so far."""
     sent = 0
     for piece in _in_large_pieces(pieces):
         view = memoryview(piece).cast("B")
@@ -155,7 +155,7 @@ def _sent(connection: http.client.HTTPConnection, pieces: Iterable[memoryview]) 
 
 
 def _in_large_pieces(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Merge small pieces, so that thousands of small tensors do not become thousands of packets."""
+    """Merge small pieces into larger ones, so that small tensors do not become a packet each."""
     small = bytearray()
     for piece in pieces:
         if len(piece) >= _SMALL_BYTES or len(small) >= _PIECE_BYTES:

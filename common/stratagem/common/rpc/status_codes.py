@@ -127,7 +127,7 @@ def to_status(error: Exception) -> grpc.Status | None:
 
 
 def shown(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
-    """Make a caller's text fit to show to others: shortened, without control characters."""
+    """Return a caller's text fit to show to others: shortened, without control characters."""
     text = printable(text[:max_bytes])
     raw = text.encode(errors="replace")
     if len(raw) <= max_bytes:

@@ -20,23 +20,23 @@ from stratagem.common.process.process import OwnFolder, machine_prefix, temporar
 # peer count, not the work between them. One timer serves all messages of a stream.
 
 _NUM_LOOKS: Final = 8
-"""The number of timer checks per stall timeout, so a wait may last an eighth longer."""
+"""The number of checks per stall timeout, so that a wait may last an eighth longer than it."""
 
 
 def is_silent(stall_s: float) -> Exception:
-    """Return the default error of StallTimeout, for a peer that sends nothing."""
+    """Return the error that StallTimeout raises by default: the peer sends nothing."""
     return TimeoutError(f"the peer was silent for {stall_s:g} s")
 
 
 def takes_nothing(stall_s: float) -> Exception:
-    """Return the error of StallTimeout for a caller that does not read its answers."""
+    """Return the error that StallTimeout raises for a caller that does not read its answers."""
     return UnavailableError(
         f"the caller has taken nothing for {stall_s:g} s; ask again from there on"
     )
 
 
 class StallTimeout:
-    """Async context manager that raises an error once one wait in its block has lasted stall_s."""
+    """Async context manager that raises an error if one wait in its block lasts stall_s."""
 
     __slots__ = ("_error", "_loop", "_since_s", "_stall_s", "_timeout", "_timer")
 
@@ -66,7 +66,7 @@ class StallTimeout:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context manager that marks its block as one wait for the peer, such as for a message."""
+        """Context manager that marks its block as one wait for the peer, whose time is limited."""
         self._since_s = self._loop.time()
         try:
             yield
@@ -93,7 +93,7 @@ class StallTimeout:
 # 0.2.0 send no acknowledgement.
 
 BEGUN: Final = (("stratagem-stream", "begun"),)
-"""The initial metadata with which a coordinator acknowledges a stream; a failed call has none."""
+"""The initial metadata by which a coordinator accepts a stream; a call that fails has none."""
 
 
 def has_begun(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
@@ -109,8 +109,8 @@ LONGEST_PATH: Final = 107
 
 
 class SocketFolder:
-    """A private folder for unix sockets, made for the first socket, when folders of this user's
-    killed processes are removed, too."""
+    """A private folder for unix sockets. It is made for the first socket; folders that killed
+    processes of this user have left are removed then."""
 
     def __init__(self) -> None:
         self._folder: OwnFolder | None = None
@@ -139,16 +139,16 @@ class SocketFolder:
 # the other end wait, as over a plain connection.
 
 FRAME_BYTES: Final = 256 * 2**10
-"""The largest frame: larger ones gained nothing, smaller ones cost an event-loop turn each."""
+"""The largest frame of a relayed stream: larger gained nothing, smaller cost more turns."""
 PARKED: Final = (("stratagem-relay", "parked"),)
-"""The initial metadata by which a coordinator announces that a stream is parked."""
+"""The initial metadata that tells a worker that its stream waits for a caller (is parked)."""
 LINGER_S: Final = 5.0
-"""The time given to the other end to read the last frames."""
+"""The seconds for which the other end may still read the last frames after this one has ended."""
 
 Receive = Callable[[], Awaitable[bytes | None]]
-"""Returns the bytes of the next frame of a stream; None at its end."""
+"""A function that returns the bytes of the next frame of a stream; None at its end."""
 Send = Callable[[bytes], Awaitable[None]]
-"""Writes a frame to a stream, and returns once there is room for the next."""
+"""A function that writes a frame to a stream, and returns once there is room for the next."""
 
 
 async def copy_both_ways(

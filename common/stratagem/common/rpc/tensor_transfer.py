@@ -61,7 +61,7 @@ Three more messages do not slow a fast stream."""
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The retry policy of a cut stream: attempts without progress, and backoff."""
+    """The policy of retrying a stream that was cut: attempts without progress, and backoff."""
 
     max_attempts: int = 5
     first_pause_s: float = 0.1
@@ -69,7 +69,7 @@ class Retry:
 
 
 class CarriesManifest(CarriesChunk, Protocol):
-    """A response with the fields `manifest` and `chunk`."""
+    """A response message of a download, with the fields `manifest` and `chunk`."""
 
     @property
     def manifest(self) -> tensor_pb2.Manifest: ...
@@ -81,13 +81,13 @@ R = TypeVar("R")
 KeepUp = Callable[[], Awaitable[None]]
 
 FrameSource = Callable[[int], Iterator[bytes]]
-"""Yields the content from an offset on, as serialized messages that carry chunks."""
+"""A function that yields content from an offset on, as serialized messages that carry chunks."""
 
 SizeOf = Callable[[Any, Manifest], int]
-"""Returns the number of bytes of a stream, given its first message and the manifest in it."""
+"""A function that returns the number of bytes of a stream, given its first message and manifest."""
 
 Accept = Callable[[Manifest], Sink | memoryview]
-"""Called once with the checked manifest; returns where to write the bytes, or raises."""
+"""A function called once with the checked manifest: it returns where to write bytes, or raises."""
 
 
 # ---- The side that serves ----
@@ -131,7 +131,7 @@ async def serve_get(
 async def receive_header(
     requests: AsyncIterator[Any], idle_timeout_s: float = IDLE_TIMEOUT_S
 ) -> Any:
-    """Receive the first request of an upload, which must be the header."""
+    """Receive and return the first request of an upload, which must be the header."""
     request = await _next(requests, idle_timeout_s)
     if request is None or _kind(request) != "header":
         raise InvalidInputError.at("message", "the first one of a stream must be the header")
@@ -163,10 +163,8 @@ async def receive_chunks(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     keep_up: KeepUp | None = None,
 ) -> None:
-    """Write the chunks in messages until the writer is complete; for uploads and downloads.
-
-    keep_up is awaited after each chunk, so that a slow sink can hold up the stream.
-    """
+    """Write the chunks in messages until the writer is complete; for uploads and downloads. keep_up
+    is awaited after each chunk, so that a slow sink can hold up the stream."""
     read = aiter(messages).__anext__
     async with StallTimeout(idle_timeout_s) as peer:
         while not writer.is_complete:
@@ -197,7 +195,7 @@ def _kind(message: Any) -> str:
 
 
 def all_of_it(_first: Any, manifest: Manifest) -> int:
-    """Return the size of a stream that carries all data of its manifest; the default `size_of`."""
+    """Return the size of a stream that carries all data of its manifest (the default `size_of`)."""
     return manifest.total_bytes
 
 
@@ -244,7 +242,7 @@ async def pull(  # noqa: PLR0913  (all but two have the usual defaults)
 
 
 class _Download:
-    """The progress of one download over all its attempts: manifest and received bytes."""
+    """The progress of one download over all its attempts: the manifest and the bytes received."""
 
     def __init__(
         self,
@@ -289,7 +287,7 @@ async def _receive(
     keep_up: KeepUp | None,
     near: Near | None,
 ) -> bool:
-    """Receive the content of a call; return False if it is in an offered, unreadable file."""
+    """Receive the content of a download call; return False for an unreadable offered file."""
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":
@@ -422,7 +420,7 @@ def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
 
 
 def _is_stall(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
-    """Return whether the idle timeout, the only deadline here, has passed at either side."""
+    """Return whether an error is the idle timeout, the only deadline here, of either side."""
     return isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

@@ -111,7 +111,7 @@ class Section(BaseModel):
 
     def altered(self, **changes: Any) -> Self:
         """Return a copy with some fields changed, each validated alone but not against the others:
-        for trial values that are never written as a document."""
+        for trial values that nobody writes as a document."""
         given = {name: value for name, value in changes.items() if value is not None}
         try:
             read = partial_class(type(self)).model_validate(given)
@@ -126,7 +126,7 @@ class Section(BaseModel):
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy as pydantic does, but validate the updated fields."""
+        """Return a copy as pydantic's method does, but validate the updated fields."""
         return self.with_changes(**update) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="wrap")
@@ -149,8 +149,8 @@ class Section(BaseModel):
 
 
 class _MadeInCode(type):
-    """Metaclass of document values: invalid arguments raise InvalidInputError, not pydantic's
-    error."""
+    """Metaclass of document values: for invalid arguments they raise InvalidInputError, not
+    pydantic's error."""
 
     if not TYPE_CHECKING:  # type checkers see the constructor that is derived from the fields
 
@@ -236,8 +236,8 @@ def _said(error: ValidationError, cls: type, document: JSON = None) -> InvalidIn
 
 
 def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the path of each key of the document that was ignored, and a hint at the field that may
-    be meant."""
+    """Yield the path of each key of the document that was ignored, with a hint at the field that
+    may have been meant."""
     if isinstance(value, list) and isinstance(made, tuple):
         for i, (item, inner) in enumerate(zip(value, made, strict=True)):
             yield from _ignored_keys(item, inner, f"{path}[{i}]")
@@ -256,7 +256,7 @@ def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str,
 
 
 def _tags(made: object) -> Iterator[tuple[str, object]]:
-    """Yield the field that holds the class name in the document (its tag), and that name."""
+    """Yield the tag of a document value: the field that holds its class's name, and the name."""
     return ((key, name) for key, name in vars(made).items() if key in ("type", "method"))
 
 
@@ -407,7 +407,7 @@ class OneKey:
         )
 
     def forms(self) -> tuple[str, ...]:
-        """Return the forms that the document accepts, with n for a number."""
+        """Return the forms in which the document accepts the value, with n for a number."""
         held = {
             name: next(iter(kind.__pydantic_fields__.values())) for name, kind in self.kinds.items()
         }

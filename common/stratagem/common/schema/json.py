@@ -21,7 +21,7 @@ MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 2**16
 """The largest number of values in one text: a megabyte of brackets takes many seconds to read."""
 _MAX_PATHS: Final = 3
-"""The largest number of paths that an error message suggests."""
+"""The largest number of paths that the error message for an unknown key suggests."""
 
 
 def load_json(text: str, field: str = "") -> JSON:
@@ -70,7 +70,7 @@ def check_json(value: object, field: str = "", depth: int = 0) -> JSON:
 
 
 def _inside(value: object, place: int | str, field: str, depth: int) -> JSON:
-    """Check one item of a list or mapping; its path is only built if the item is wrong."""
+    """Check one item of a list or mapping; build its path only if the item is wrong."""
     try:
         return check_json(value, "", depth + 1)
     except InvalidInputError as error:
@@ -124,14 +124,14 @@ def join(path: str, name: str) -> str:
 
 
 def under(path: str, violations: Iterable[Violation]) -> tuple[Violation, ...]:
-    """Return the violations of an inner value with its `path` in the outer document prepended."""
+    """Return an inner value's violations, their fields prefixed by its `path` in the document."""
     return tuple(
         Violation(join(path, violation.field), violation.message) for violation in violations
     )
 
 
 def item_of(items: list[JSON], key: str) -> int | None:
-    """Return the index of the list item that a part of a path names, by index or by its `name`;
+    """Return the index of the list item that one part of a path names, by its index or its `name`;
     None if there is none."""
     if key.isascii() and key.isdigit():
         return int(key) if int(key) < len(items) else None
@@ -158,8 +158,8 @@ def in_order(violations: Iterable[Violation], document: JSON) -> list[Violation]
 
 
 def _places(path: str, value: JSON) -> Iterator[int]:
-    """Yield, for each part of a path, its position among its siblings in the document; a missing
-    last part comes last."""
+    """Yield, for each part of a path, the position of the named item among its siblings; a last
+    part that does not exist comes last."""
     while path and isinstance(value, dict | list):
         if isinstance(value, list):
             number, _, path = path.removeprefix("[").partition("]")
@@ -176,7 +176,7 @@ def _places(path: str, value: JSON) -> Iterator[int]:
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:
-    """Return the known name that is close to a word; None if there is none."""
+    """Return the known name that is spelt much like a word; None if there is none."""
     by_lower = {name.lower(): name for name in names}
     close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
@@ -229,7 +229,7 @@ def _no_constant(name: str) -> None:
 _T = TypeVar("_T")
 
 _LEAVES: Final = frozenset({str, int, float, bool, type(None)})
-"""Types of values that need no freezing; a set, because every list element is looked up."""
+"""The types of values that need no freezing; a set, as it is consulted for every list element."""
 
 
 def _refuse(self: object, *_args: Any, **_kwargs: Any) -> NoReturn:

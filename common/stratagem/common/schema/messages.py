@@ -29,7 +29,7 @@ from stratagem.common.schema.rules import (
 BOUNDS: Final[Mapping[str, str]] = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """The names of numeric constraints, each with its comparison sign."""
 TECHNICAL: Final = 2**62 - 1
-"""Bounds above this come from a database column or a seed; they are only named if exceeded."""
+"""Bounds from here on have technical reasons (a column, a seed): named only if exceeded."""
 _BOUND_OF: Final = {
     "greater_than": "gt",
     "greater_than_equal": "ge",
@@ -65,8 +65,8 @@ def to_invalid_input(error: ValidationError, cls: Any, value: object = None) -> 
 
 
 def _wrong_fields(errors: Iterable[ErrorDetails], cls: Any) -> dict[str, Any]:
-    """Return the invalid fields of a class, each with its readable part or UNREAD, including fields
-    that a misspelt key was meant for."""
+    """Return the invalid fields of a class, each with its readable part or UNREAD; a misspelt key
+    counts as the field that it was meant for."""
     wrong: dict[str, Any] = {}
     for error in errors:
         name = _meant(error, cls) if error["loc"] else None
@@ -91,7 +91,7 @@ def _first_causes(errors: list[ErrorDetails], cls: Any) -> Iterator[ErrorDetails
 
 
 def _meant(details: ErrorDetails, cls: Any) -> str | None:
-    """Return the field that an error is about, or that a misspelt key was probably meant for."""
+    """Return the field that an error is about, or which a misspelt key probably meant."""
     key, fields = str(details["loc"][0]), cls.__pydantic_fields__
     if key in fields:
         return key
@@ -121,7 +121,7 @@ def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
 
 
 def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
-    """Return the paths in nested classes at which this key, or one that begins with it, exists."""
+    """Return the paths in nested classes that end in this key, or in one that begins with it."""
     paths = dict.fromkeys(
         join(name, inner)
         for name, info in fields.items()
@@ -133,7 +133,7 @@ def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
 
 
 def _classes_beside(annotation: Any) -> Iterator[Any]:
-    """Yield the document classes that a field may hold directly, not those of list items."""
+    """Yield the document classes that a field may hold directly, not as items of a list."""
     if hasattr(annotation, "__pydantic_fields__"):
         yield annotation
     if get_origin(annotation) in (Annotated, Union, UnionType):
@@ -142,7 +142,7 @@ def _classes_beside(annotation: Any) -> Iterator[Any]:
 
 
 def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:
-    """Return the path of an error, and the declaration of its field."""
+    """Return the path of the field that an error is about, and the field's declaration."""
     if not details["loc"]:
         return "", None
     first, *further = details["loc"]

@@ -21,14 +21,14 @@ from stratagem.common.schema.json import JSON
 # ---- Rules ----
 
 UNREAD: Final = object()
-"""Placeholder for the value of an invalid field."""
+"""Placeholder for the value of an invalid field in a Partial."""
 _MARK: Final = "is_rule_of_document"
 _Made = TypeVar("_Made")
 _Rule = TypeVar("_Rule", bound=Callable[[Any], Iterable[Violation]])
 
 
 class UnreadFieldError(Exception):
-    """A rule has read an invalid field; the rule is then abandoned."""
+    """A rule has read a field whose value is invalid; the rule is then abandoned."""
 
 
 class Partial:
@@ -48,14 +48,14 @@ def rule(method: _Rule) -> _Rule:
 
 
 def contradictions(made: Any) -> Iterator[Violation]:
-    """Yield the violations of a value's rules, as far as its valid fields can tell."""
+    """Yield the violations that a value's rules find, as far as its valid fields can tell."""
     return found_by((getattr(type(made), name) for name in _rules_of(made.__class__)), made)
 
 
 def found_by(
     rules: Iterable[Callable[[_Made], Iterable[Violation]]], made: _Made
 ) -> Iterator[Violation]:
-    """Yield the violations of each rule, up to the point where it reads an invalid field."""
+    """Yield the violations of each rule, until the rule reads an invalid field."""
     for check in rules:
         try:
             yield from check(made)
@@ -64,8 +64,8 @@ def found_by(
 
 
 def further(violations: Iterable[Violation], earlier: Iterable[Violation]) -> list[Violation]:
-    """Return the violations of fields without a known violation, because others may only be its
-    consequences."""
+    """Return the violations that concern fields without an earlier violation, because others may
+    only be a consequence of it."""
     fields = {violation.field for violation in earlier}
     return [violation for violation in violations if violation.field not in fields]
 
@@ -89,7 +89,7 @@ def _rules_of(cls: Any) -> tuple[str, ...]:
 
 
 def partial(cls: Any, value: object, wrong: Mapping[str, Any]) -> Any:
-    """Return a Partial with the readable fields of a mapping; None if the value is no mapping, or
+    """Return a Partial with the readable fields of a mapping, or None if the value is no mapping or
     cannot be read even without the invalid fields.
 
     wrong: the invalid fields, each with its readable part or UNREAD.
@@ -131,14 +131,14 @@ def partial_class(cls: Any) -> Any:
 
 
 def for_example(name: str, info: FieldInfo, *, is_choice: bool = True) -> str:
-    """Return the end of an error message about a field: its choices, and an example line."""
+    """Return the end of an error message about a field: the choices, and an example line."""
     choices = ", ".join(map(str, _choices(info))) if is_choice else ""
     return f"; {choices and f'one of {choices}, '}for example {name}: {written(_of_field(info))}"
 
 
 def metadata_of(info: FieldInfo) -> Iterator[Any]:
-    """Yield the declared metadata of a field, including that of list items and union members inside
-    its type."""
+    """Yield the declared metadata of a field, including that of list items and union members in its
+    type."""
     yield info
     yield from info.metadata
     yield from _metadata_inside(info.annotation)
@@ -153,7 +153,7 @@ def _metadata_inside(annotation: Any) -> Iterator[Any]:
 
 
 def _choices(info: FieldInfo) -> Iterator[JSON]:
-    """Yield the words or class names that a field may be chosen from."""
+    """Yield the words, or names of classes, among which the value of a field is chosen."""
     annotation = _plain(info.annotation)
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
@@ -170,7 +170,7 @@ def _of_field(info: FieldInfo) -> JSON:
 
 
 def _said_by(metadata: Sequence[Any]) -> JSON:
-    """Return the outermost example in the metadata of a type; None if there is none."""
+    """Return the outermost example declared in the metadata of a type; None if there is none."""
     for part in reversed(metadata):
         if isinstance(part, FieldInfo) and part.examples:
             example: JSON = part.examples[0]

@@ -44,7 +44,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Under:
-    """A nested table that applies only if the conditions `when` hold."""
+    """A nested table of rules that applies only if the conditions `when` hold."""
 
     when: str
     table: "Table"
@@ -67,7 +67,7 @@ class Condition(NamedTuple):
 
 
 class RuleRow(NamedTuple):
-    """A parsed row: a field, the conditions under which it is refused, and the error message."""
+    """A parsed row of a table: a field, the conditions that refuse it, and the error message."""
 
     field: str
     conditions: tuple[Condition, ...]
@@ -91,7 +91,7 @@ _OF_ITEMS: Final = "[]"
 
 
 def refusal_of(case: str, says: str) -> RuleRow:
-    """Parse a row of a table."""
+    """Parse a row of a table of rules from its case and its sentence."""
     field, colon, when = case.removeprefix("at ").partition(": ")
     conditions = conditions_of(when if colon else case)
     if not colon:
@@ -101,7 +101,7 @@ def refusal_of(case: str, says: str) -> RuleRow:
 
 @lru_cache(maxsize=1024)
 def conditions_of(text: str) -> tuple[Condition, ...]:
-    """Parse conditions that are joined by "when" and "and"."""
+    """Parse the conditions of a row, which are joined by "when" and "and"."""
     return tuple(_condition(condition) for condition in re.split(" when | and ", text) if condition)
 
 
@@ -115,7 +115,7 @@ def _condition(text: str) -> Condition:
 
 
 def steps_of(path: str) -> Path:
-    """Split a path into its parts; list indices and other numbers become ints."""
+    """Split the path of a value into its parts; list indices and other numbers become ints."""
     return tuple(int(step) if step.isdecimal() else step for step in _STEPS.findall(path))
 
 
@@ -138,8 +138,8 @@ def _read(
 
 
 def found_in(table: Table, made: Any) -> Iterator[Violation]:
-    """Yield the violations of a table in a document value. A row or function that reads an invalid
-    field stops there."""
+    """Yield the violations of a table's rows in a document value. A row or function that reads an
+    invalid field stops there."""
     for part in table:
         try:
             if isinstance(part, Under):
@@ -168,7 +168,7 @@ def _refused(rows: Iterable[RuleRow], made: Any) -> Iterator[Violation]:
 
 
 def _of_items(case: str, says: str, made: Any) -> Iterator[RuleRow]:
-    """Yield a row for each item of the list whose path has `[]` in the case."""
+    """Yield a row of the table for each item of the list whose path has `[]` in the row's case."""
     path = next(word for word in case.split() if _OF_ITEMS in word).partition(_OF_ITEMS)[0]
     try:
         num_items = len(value_at(made, steps_of(path)) or ())
@@ -201,7 +201,7 @@ def _compares(value: Any, compare: str, others: Path, made: Any) -> bool:
 
 
 def _is_said(around: Any, path: Path, value: Any) -> bool:
-    """Return whether a value is set, that is, differs from its default."""
+    """Return whether a value in the document is set, that is, differs from its default."""
     if value is False or value == ():
         return False
     kind: Any = type(around)
@@ -214,7 +214,7 @@ def value_at(made: Any, path: Path) -> Any:
 
 
 def _at(made: Any, path: Path) -> tuple[Any, Any]:
-    """Return the object that contains the value at a path, and then that value."""
+    """Return the object that holds the value at a path, and the value."""
     around = None
     for step in path:
         around = made
@@ -236,7 +236,7 @@ def _default(cls: Any, name: str | int) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value as messages and conditions name it: a choice by the name of its class."""
+    """Return the value that messages and conditions show: for a choice the name of its class."""
     is_choice = not isinstance(value, str) and hasattr(value, "__pydantic_fields__")
     return type(value).__name__ if is_choice else str(value)
 

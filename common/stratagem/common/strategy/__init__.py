@@ -1,10 +1,10 @@
 """This package defines training strategies as values: their fields, their valid ranges, their JSON
 form. It does not depend on how a strategy is carried out, or on whether this installation can.
 
-- inner strategy: the strategy of each replica, client or member, if that is several workers
-- silo: a client of a federation that is several workers
-- local steps: steps that replicas take alone; a join then combines what they have learned
-- roster: the clients of a federation, which may join and leave if it is open
+- inner strategy: the strategy of each replica, client or member, if that is several workers - silo:
+a client of a federation that is several workers - local steps: steps that replicas take alone; a
+join then combines their changes of the parameters - roster: the clients of a federation, which may
+join and leave if it is open
 """
 
 from stratagem.common.strategy.choices import (

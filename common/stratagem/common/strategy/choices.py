@@ -229,6 +229,6 @@ ExploreStrategy: TypeAlias = Perturbation | Resample
 # them. Interleaving has no name: it follows where a worker owns several stages.
 
 AUTO: Final = "auto"
-"""Means 1f1b, or eager if hops between stages are slow; `schedules.suited` decides."""
+"""The schedule name for 1f1b, or eager if transfers are slow; `schedules.suited` decides."""
 ScheduleName: TypeAlias = Literal["auto", "1f1b", "eager", "gpipe", "zero_bubble"]
 SCHEDULE_NAMES: Final[tuple[str, ...]] = get_args(ScheduleName)

@@ -31,7 +31,7 @@ from stratagem.common.strategy.choices import (
 # clients that keep failing.
 
 DEFAULT_WAIT_S: Final = 86_400.0
-"""A day: a site that is closed over night is back by then."""
+"""The default wait for clients: a day, as a site that is closed over night is back by then."""
 
 
 class Roster(DocumentValue, is_extras=True):
@@ -74,7 +74,7 @@ class Strikes(DocumentValue, is_extras=True):
 # The section `options.ditto` trains a model of each client's own beside the global one.
 
 KEY: Final = "lambda"
-"""The name of this field in documents, which is a keyword in Python."""
+"""The name of Ditto's `lambda` field in documents, which is a keyword in Python."""
 
 
 class Ditto(DocumentValue, is_extras=True):
@@ -110,7 +110,7 @@ class Ditto(DocumentValue, is_extras=True):
 # how many updates each rule needs.
 
 MAX_ROBUST_UPDATES: Final = 1024
-"""The largest number of updates for a robust rule: all pairs are compared, or elements sorted."""
+"""The largest number of updates for a robust rule, which compares all pairs or sorts elements."""
 
 _FEWEST_FOR_A_MIDDLE: Final = 3
 _ByzantineCount: TypeAlias = Annotated[int, Field(ge=0, le=MAX_ROBUST_UPDATES)]
@@ -127,7 +127,7 @@ class TrimmedMean(DocumentValue, tag="name", name="trimmed_mean", is_extras=True
     trim: Annotated[float, Field(gt=0, lt=0.5)]
 
     def num_trimmed(self, num_updates: int) -> int:
-        """Return how many values are left out at each end: the share of updates, rounded down."""
+        """Return how many of num_updates values are left out at each end, rounded down."""
         return int(Decimal(repr(self.trim)) * num_updates)
 
 
@@ -188,12 +188,12 @@ def too_few(rule: RobustRule | None, num_clients: int, quorum: float | None) -> 
 
 
 def is_judged(rule: RobustRule | None) -> bool:
-    """Return whether the rule compares whole updates before it combines them."""
+    """Return whether the robust rule compares whole updates (not element by element)."""
     return rule is not None and not isinstance(rule, Median | TrimmedMean)
 
 
 def fewest_updates(rule: RobustRule | None) -> int:
-    """Return the smallest number of updates with which the rule keeps its guarantees."""
+    """Return the smallest number of updates with which the robust rule keeps its guarantees."""
     match rule:
         case None | NormBound():
             return 1
@@ -222,7 +222,7 @@ REFUSE: Final = "refuse"
 
 
 def _check_quorum(value: object) -> int | float | None:
-    """Return a valid quorum: an int is a count of clients, a float a share of them."""
+    """Return a quorum if it is valid: an int counts clients, a float is a share of them."""
     if value is None or (type(value) is int and 1 <= value <= MAX_UNSIGNED):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

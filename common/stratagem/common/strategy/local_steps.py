@@ -5,8 +5,8 @@ Each replica has parameters and an optimizer of its own. After every `local_step
 over the replicas of (common parameters - own parameters) is the gradient of the outer optimizer,
 which moves the common parameters; all replicas go on from there. In fragments that are joined one
 after the other, while replicas train on, it is Streaming DiLoCo (https://arxiv.org/abs/2501.18512).
-Owns the settings of that, and
-what they say about a step. Does not know how it is carried out.
+The module computes from the settings what is due after a step. It does not know how that is carried
+out.
 """
 
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ OuterField: TypeAlias = Annotated[OuterOptimizer, Field(discriminator="name")]
 
 
 DEFAULT_OUTER: Final = Nesterov()
-"""The outer optimizer of a job that names none."""
+"""The default outer optimizer, which joins replicas that take local steps."""
 DEFAULT_MIX: Final = 0.5
-"""The share of its own parameters that a replica keeps by default if there is an overlap."""
+"""The default share of its own parameters that a replica keeps when there is an overlap."""
 DEFAULT_UPLOAD_EVERY: Final = 10
-"""The default number of commits per upload of the state that only one worker holds."""
+"""The default number of commits between uploads of state that only one worker holds."""
 
 
 class OuterSchedule(Protocol):
-    """The options that determine when replicas are joined."""
+    """The options that determine after which steps replicas with local steps are joined."""
 
     @property
     def local_steps(self) -> int | None: ...
@@ -53,15 +53,15 @@ class OuterSchedule(Protocol):
 
 
 class Due(NamedTuple):
-    """An action that is due for a fragment: cut it, or apply what was cut earlier."""
+    """An action that is due for a fragment of the parameters: cut it (take its change since the
+    last cut, to exchange it), or apply what was cut earlier."""
 
     fragment: int
     is_cut: bool
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[range]:
-    """Return the indices of the parameters of each fragment: contiguous, of similar size, none
-    empty."""
+    """Return the parameter indices of each fragment: contiguous, of similar size, none empty."""
     total, start, firsts = max(1, sum(sizes)), 0, [0]
     for place, size in enumerate(sizes):
         by_size = (2 * start + size) * count // (2 * total)
@@ -98,6 +98,6 @@ def due_after(step: int, schedule: OuterSchedule, num_steps: int) -> list[Due]:
 
 
 def _fragment_at(step: int, schedule: OuterSchedule) -> int:
-    """Return the index of the fragment that is cut after this step."""
+    """Return the index of the fragment whose change is taken for exchange (cut) after this step."""
     assert schedule.local_steps is not None
     return (step * schedule.fragments // schedule.local_steps - 1) % schedule.fragments

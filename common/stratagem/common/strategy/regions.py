@@ -18,7 +18,7 @@ _MAX_NAMED: Final = 8
 
 
 def _read_regions(value: object) -> Mapping[str, Any] | None:
-    """Validate the members of each region: all client numbers, or all names of sites."""
+    """Return the members of each region, if valid: all client numbers, or all names of sites."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not value:

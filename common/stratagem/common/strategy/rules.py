@@ -21,7 +21,7 @@ from stratagem.common.strategy.secure import against_secure_aggregation, wrong_n
 
 
 def check_fragments(strategy: Any) -> Iterator[Violation]:
-    """Yield an error if fragments do not fit local_steps, the overlap, or ParameterServer."""
+    """Yield an error if `fragments` do not fit local_steps, the overlap, or ParameterServer."""
     options = strategy.options
     if options.local_steps is None:
         return
@@ -139,11 +139,11 @@ _OF_A_REGION: Final = (
     *("local_epochs", "quorum", "round_deadline_s"),
     *("over_select", "on_client_error", "on_missing_quorum"),
 )
-"""Options that an inner federation may set; others need each update, or all at once."""
+"""Options that a federation in a region may set; others need each update, or all at once."""
 
 
 def check_federations_inside(strategy: Any) -> Iterator[Violation]:
-    """Yield an error if regions that are federations have wrong client numbers or options."""
+    """Yield an error if regions are federations, and their client numbers or options are wrong."""
     outer, inner = strategy.options, strategy.options.inner
     if getattr(inner, "type", "") != "Federated":
         return
@@ -176,7 +176,7 @@ _BY_REGION: Final = {
     "options.late_updates": "a late update has another base than the sum of its region",
     "options.secure_aggregation": "masks go out of the sum of all clients alone",
 }
-"""Options refused both with regions in one federation and with regions that are federations."""
+"""The options that are refused with regions, in one federation or as federations, and why."""
 
 FEDERATED: Final[Table] = (
     Rules("", "{}", {

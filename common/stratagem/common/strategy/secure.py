@@ -18,7 +18,7 @@ from stratagem.common.schema.rules import differing, rule
 
 MAX_SECURE_CLIENTS: Final = 10_000
 MAX_DEGREE: Final = 1024
-"""The largest number of neighbours: each costs a client a key agreement, a mask and two shares."""
+"""The most neighbours of a client, as each costs it a key agreement, a mask and two shares."""
 MAX_ROWS: Final = 1 << 31
 _BESIDE: Final = frozenset(
     {
@@ -33,7 +33,7 @@ _BESIDE: Final = frozenset(
         "secure_aggregation",
     }
 )
-"""Options allowed with secure aggregation: they see only the mean of a round, or no updates."""
+"""Options allowed with secure aggregation: they see only a round's mean, or no updates."""
 _WHY: Final = {
     "on_missing_quorum": "who has failed has no keys of the round, and cannot come back into it",
     "robust": "it compares single updates, and nobody sees one",
@@ -80,7 +80,7 @@ class SecureAggregation(DocumentValue, is_extras=True):
 
     @property
     def max_weight(self) -> int:
-        """Return the largest weight of a client in the sum."""
+        """Return the largest weight that a client can have in the sum."""
         return self.max_rows or 1
 
     def weight(self, num_rows: int) -> int:

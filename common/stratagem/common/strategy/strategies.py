@@ -85,7 +85,7 @@ DIRECT_ALL_REDUCE: Final = "direct"
 WHOLE_STATE: Final = "none"
 FULL_SLICES: Final = "full"
 FEWEST_MIRRORED: Final = 3
-"""The smallest number of workers for which two slices are less than the whole."""
+"""The smallest number of workers at which two of the state's slices are less than all of it."""
 
 
 class Local(DocumentValue, tag="type"):
@@ -136,12 +136,12 @@ class DataParallelOptions(DocumentValue, is_extras=True):
 
     @property
     def are_replicas_alike(self) -> bool:
-        """Return whether all replicas hold the same state wherever a segment may end."""
+        """Return whether all replicas hold equal states wherever a segment may end."""
         return self.fragments == 1 and not self.overlap_steps and not self.mixed_share
 
     @property
     def outer_optimizer(self) -> OuterOptimizer:
-        """Return the optimizer that joins the replicas, or its default if the job names none."""
+        """Return the optimizer that joins replicas, the default if the job names none."""
         return DEFAULT_OUTER if self.outer is None else self.outer
 
 
@@ -244,17 +244,17 @@ class FederatedOptions(DocumentValue, is_extras=True):
 
     @property
     def has_client_state(self) -> bool:
-        """Return whether clients keep a state of their own between rounds."""
+        """Return whether clients keep a state of their own from one round to the next."""
         return self.has_own_models or self.control is not None
 
     @property
     def has_own_models(self) -> bool:
-        """Return whether a client keeps a model, or a part of one, that it is evaluated with."""
+        """Return whether clients keep models, or parts, that they are evaluated with."""
         return self.personal is not None or self.ditto is not None
 
     @property
     def open_roster(self) -> Roster | None:
-        """Return the roster if clients may join and leave during the run, else None."""
+        """Return the roster's options if clients may join and leave in the run, else None."""
         return self.roster if self.roster is not None and self.roster.open else None
 
 
@@ -315,7 +315,7 @@ for _holder in (DataParallelOptions, FederatedOptions, PopulationOptions):
 
 
 def describe(strategy: Strategy) -> str:
-    """Return the short name that people see, such as "DataParallel/AllReduce"."""
+    """Return a strategy's short name for people, such as "DataParallel/AllReduce"."""
     match strategy:
         case Local():
             return "Local"
@@ -338,7 +338,7 @@ def is_distributed(strategy: Strategy) -> bool:
 
 
 def levels(strategy: Strategy, path: str = "strategy") -> Iterator[tuple[str, Strategy]]:
-    """Yield (path, strategy) for the strategy and each one nested in it, outermost first."""
+    """Yield (path, strategy) for the strategy and all strategies nested in it, outermost first."""
     yield path, strategy
     inner: Strategy | None = getattr(strategy.options, "inner", None)
     if inner is not None:
@@ -346,7 +346,7 @@ def levels(strategy: Strategy, path: str = "strategy") -> Iterator[tuple[str, St
 
 
 def all_reduce_of(strategy: Strategy) -> str:
-    """Return the all-reduce method that the strategy, or one nested in it, uses for gradients."""
+    """Return the all-reduce method with which the strategy, or one nested in it, sums gradients."""
     ways = (getattr(item.options, "all_reduce", DIRECT_ALL_REDUCE) for _, item in levels(strategy))
     return next((way for way in ways if way != DIRECT_ALL_REDUCE), DIRECT_ALL_REDUCE)
 
@@ -382,7 +382,7 @@ def fewest_mirrored(strategy: Strategy) -> int | None:
 
 
 def upload_every_of(strategy: Strategy) -> int:
-    """Return after how many commits state that only one worker holds is uploaded; 1: after each."""
+    """Return the number of commits per upload of state that only one worker holds; 1: each."""
     if not isinstance(strategy, DataParallel) or strategy.options.local_steps is None:
         return 1
     return strategy.options.upload_every or DEFAULT_UPLOAD_EVERY
@@ -394,8 +394,8 @@ def num_fragments_of(strategy: Strategy) -> int:
 
 
 def are_models_apart(strategy: Strategy) -> bool:
-    """Return whether the workers of a party hold different models between two steps: nodes that
-    gossip, and replicas that take local steps."""
+    """Return whether a party's workers hold different models between two steps, as with gossip or
+    local steps."""
     is_gossip = isinstance(strategy, DataParallel) and isinstance(
         strategy.aggregation, Decentralized
     )
@@ -403,7 +403,7 @@ def are_models_apart(strategy: Strategy) -> bool:
 
 
 def needs_peers(strategy: Strategy) -> bool:
-    """Return whether workers exchange tensors with each other, at any level of the strategy."""
+    """Return whether workers exchange tensors with each other under the strategy, at any level."""
     for _, level in levels(strategy):
         match level:
             case ModelParallel() if not isinstance(level.communication, DataStore):
@@ -427,15 +427,15 @@ def is_cut(strategy: Strategy) -> bool:
 
 
 def region_names(outer: Federated) -> tuple[str, ...]:
-    """Return the names of the regions, in order; numbers if the job names none."""
+    """Return the names of a federation's regions, sorted; numbers if the job names none."""
     regions = outer.options.regions
     return tuple(sorted(regions)) if regions else tuple(map(str, range(outer.num_clients)))
 
 
 def clients_by_region(outer: Federated, inner: Federated) -> tuple[tuple[int, ...], ...]:
-    """Return the ascending client numbers of each region, numbered from 0 over all regions. Named
-    sites are numbered in order of name. Unless the job assigns clients, all regions have equally
-    many."""
+    """Return the ascending client numbers of each region; clients are numbered from 0 over all
+    regions. Named sites are numbered in order of name. Unless the job assigns clients, all regions
+    have equally many."""
     regions, size = outer.options.regions, inner.num_clients
     if regions is None:
         return tuple(tuple(range(at * size, (at + 1) * size)) for at in range(outer.num_clients))
@@ -452,7 +452,7 @@ def clients_by_region(outer: Federated, inner: Federated) -> tuple[tuple[int, ..
 
 
 class _Document(Section):
-    """A one-field document around a strategy, so that error paths begin with its field name."""
+    """A document whose one field is a strategy, so that error paths begin with the field's name."""
 
     strategy: StrategyField
 
@@ -464,7 +464,7 @@ def parse_strategy(source: object) -> Strategy:
 
 
 def dump_strategy(strategy: Strategy) -> dict[str, JSON]:
-    """Return the strategy as JSON, tag first; without extras it is the form shared with Rust."""
+    """Return the strategy as JSON, type first; without extras it is the form shared with Rust."""
     written = _Document(strategy=strategy).document()["strategy"]
     assert isinstance(written, dict)
     return written

@@ -133,7 +133,7 @@ def _random(argument: str, num_nodes: int, seed: int) -> Graph:
 
 
 def _drawn_edges(degree: int, num_nodes: int, seed: int, draw: int) -> list[tuple[int, int]]:
-    """Draw `degree` random neighbours per node by hashes, independent of library versions."""
+    """Draw `degree` random neighbours for each node by hashes, which no library version changes."""
     edges = []
     for i in range(num_nodes):
         others: set[int] = set()

@@ -34,18 +34,18 @@ MAX_HEADER_BYTES: Final = 32 * 2**20
 _PREFIX_BYTES: Final = 8
 
 FileSource = Callable[[int], Iterator[bytes]]
-"""Yields stream data from an offset on, in pieces that are contiguous in memory."""
+"""A function that yields a file's stream data from an offset on, in contiguous pieces."""
 
 
 class Seekable(Protocol):
-    """The part of an open binary file that this module uses."""
+    """The methods of an open binary file that this module needs."""
 
     def read(self, size: int, /) -> bytes: ...
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int: ...
 
 
 def header_bytes(manifest: Manifest) -> bytes:
-    """Return the start of the file, before the data: the 8-byte length and the header."""
+    """Return the start of the file for a manifest: the 8-byte length and the header."""
     metadata = dict(manifest.metadata)
     entries: dict[str, Any] = {}
     for tensor in manifest.tensors:
@@ -64,7 +64,7 @@ def header_bytes(manifest: Manifest) -> bytes:
 
 
 def blob_digest(manifest: Manifest, pieces: Iterable[bytes | memoryview]) -> Digest:
-    """Return the digest of the blob whose data are `pieces`."""
+    """Return the digest of the blob (safetensors file) of a manifest, whose data are `pieces`."""
     digest = hashlib.sha256(header_bytes(manifest))
     for piece in pieces:
         digest.update(piece)
@@ -121,14 +121,14 @@ def header_of(file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS) -> tup
 
 
 def header_size(start: bytes) -> int:
-    """Return the offset of the data in a file that begins with these bytes."""
+    """Return the offset at which the data begin in a file that begins with these bytes."""
     return _PREFIX_BYTES + int.from_bytes(start[:_PREFIX_BYTES], "little")
 
 
 def parse_header(
     file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Manifest, int]:
-    """Read the manifest as `header_of` does, from the start of a possibly incomplete file."""
+    """Read the manifest as `header_of` does, from a file of which only the start may be there."""
     length = int.from_bytes(file.read(_PREFIX_BYTES), "little")
     if length > MAX_HEADER_BYTES:
         raise LimitError(f"{name}: header of {length} bytes, the limit is {MAX_HEADER_BYTES}")

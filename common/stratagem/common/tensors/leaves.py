@@ -57,7 +57,7 @@ class Leaf(NamedTuple):
 
 
 class LeafPlace(NamedTuple):
-    """A contiguous range of a state's data, the leaf that holds it, and its offset there."""
+    """The place of a range of a state's data: the leaf that holds it, and its offset there."""
 
     offset: int
     size: int
@@ -68,7 +68,7 @@ class LeafPlace(NamedTuple):
 def leaves_of(
     manifest: Manifest, leaf_bytes: int = LEAF_BYTES, small_bytes: int = SMALL_BYTES
 ) -> tuple[Leaf, ...]:
-    """Cut a state into leaves: those of large tensors, then those that small ones share."""
+    """Cut a state into leaves (pieces): those of large tensors, then those that small ones fill."""
     assert small_bytes <= leaf_bytes
     large: list[Leaf] = []
     small: list[list[tuple[int, int]]] = []
@@ -88,7 +88,7 @@ def leaves_of(
 
 
 def places_of(leaves: Sequence[Leaf]) -> list[LeafPlace]:
-    """Return where each range of a state's data lies in the leaves, sorted by offset."""
+    """Return the places of a state's data in its leaves, sorted by offset in the state."""
     places = []
     for number, leaf in enumerate(leaves):
         start = 0
@@ -101,7 +101,7 @@ def places_of(leaves: Sequence[Leaf]) -> list[LeafPlace]:
 def pieces_of(
     leaf: Leaf, manifest: Manifest, buffers: Sequence[memoryview]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of one leaf as views of the tensors' buffers."""
+    """Yield the bytes of one leaf (piece of a state) as views of the tensors' buffers."""
     placed = list(zip(manifest.stored(), buffers, strict=True))
     at = 0
     for offset, size in leaf.ranges:
@@ -112,13 +112,13 @@ def pieces_of(
 
 
 class LeafStream:
-    """A splitter that assigns a state's data, given in order, to its leaves."""
+    """A splitter that assigns a state's data, given in order, to its leaves (stored pieces)."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._places = places_of(leaves)
         self._sizes = [leaf.size for leaf in leaves]
         self._next, self._done = 0, 0
-        """The index of the place being filled, and the number of its bytes so far."""
+        """The index of the place that is being filled, and the number of bytes it has so far."""
 
     def deal(self, data: Any) -> Iterator[tuple[int, memoryview, bool]]:
         """Yield (leaf number, its next bytes, whether they complete it) for the next data."""
@@ -141,12 +141,12 @@ class LeafStream:
 
 
 def list_bytes(manifest: Manifest, digests: Sequence[Digest]) -> bytes:
-    """Encode the list of a state's leaves; its SHA-256 is the digest of the state."""
+    """Encode the list of a state's leaves as bytes, whose SHA-256 is the digest of the state."""
     return MAGIC + header_bytes(manifest) + b"".join(map(bytes.fromhex, digests))
 
 
 class LeafList(NamedTuple):
-    """A decoded list of leaves. header: the header of the state's safetensors file."""
+    """A decoded list of a state's leaves. header: the header of the state's safetensors file."""
 
     manifest: Manifest
     header: bytes
@@ -170,7 +170,7 @@ def read_list(content: bytes, name: str, limits: Limits = DEFAULT_LIMITS) -> Lea
 
 
 class StateHasher:
-    """A hasher of a state's data, given in order: of the file's bytes, or of the leaves, as the
+    """A hasher of a state's data, given in order: it hashes the state's file or each leaf, as the
     manifest says."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -188,7 +188,7 @@ class StateHasher:
             self._of_leaves[leaf].update(piece)
 
     def digest(self) -> Digest:
-        """Return the digest of the data so far."""
+        """Return the state's digest from the data passed so far."""
         if self._of_file is not None:
             return Digest(self._of_file.hexdigest())
         digests = [Digest(leaf.hexdigest()) for leaf in self._of_leaves]
@@ -196,7 +196,7 @@ class StateHasher:
 
 
 def state_digest(manifest: Manifest, pieces: Iterable[Any]) -> Digest:
-    """Return the digest, of file or leaves as the manifest says, of a state with these `pieces`."""
+    """Return the digest of a state with these `pieces`: of file or leaves, as the manifest says."""
     hasher = StateHasher(manifest)
     for piece in pieces:
         hasher.update(piece)
@@ -212,7 +212,7 @@ _NAME: Final = "pieces"
 
 
 class ByteReader:
-    """A reader of byte ranges in data that several consecutive buffers hold."""
+    """A reader of byte ranges from several buffers, as if they were one."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         """Take the buffers of the stored tensors, in manifest order."""
@@ -220,7 +220,7 @@ class ByteReader:
         self._starts = [0, *accumulate(map(len, self._buffers))]
 
     def views(self, offset: int, size: int) -> Iterator[memoryview]:
-        """Yield the bytes from `offset` on as views. Raises OutOfRangeError beyond the end."""
+        """Yield `size` bytes from `offset` on as views. Raises OutOfRangeError beyond the end."""
         if offset + size > self._starts[-1]:
             text = f"{size} bytes from {offset} on end behind the {self._starts[-1]} that are here"
             raise OutOfRangeError.at("range", text)
@@ -237,7 +237,7 @@ class ByteReader:
 
 
 def pieces_manifest(num_bytes: int) -> Manifest:
-    """Return the manifest of a stream that carries num_bytes of ranges of a state."""
+    """Return the manifest of a stream that carries ranges of a state, num_bytes in all."""
     return build_manifest([(_NAME, "uint8", (num_bytes,))], Purpose.STATE)
 
 
@@ -259,11 +259,11 @@ def pieces_manifest(num_bytes: int) -> Manifest:
 LIST_SUFFIX: Final = ".leaves"
 _DIGEST_CHARS: Final = 64
 _WRITEBACK_BYTES: Final = 4 * 2**20
-"""The bytes after which writeback to disk is started early; saves a fifth of a leaf's time."""
+"""The bytes after which a flush to disk is started early; saves a fifth of a leaf's time."""
 
 
 class StateFolder:
-    """A shared folder of stored states, in leaves; thread-safe."""
+    """A shared folder with the leaves (pieces) of stored states; thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -272,14 +272,14 @@ class StateFolder:
         self.temporary = self.leaves / "tmp"
 
     def store_id(self) -> str:
-        """Return the unique name of the folder; "" if it has none, or cannot be read."""
+        """Return the folder's unique name; "" if it has none, or cannot be read."""
         try:
             return (self.root / "store-id").read_text().strip()
         except OSError:
             return ""
 
     def problem(self) -> str:
-        """Return why the folder cannot be read; "" if it can."""
+        """Return the reason why the folder cannot be read; "" if it can."""
         try:
             os.scandir(self.root).close()
         except FileNotFoundError:
@@ -289,7 +289,7 @@ class StateFolder:
         return ""
 
     def leaf_path(self, digest: Digest, upload: str) -> Path:
-        """Return the path to which one upload writes a leaf."""
+        """Return the path at which the upload with this id writes a leaf."""
         return self.leaves / digest[:2] / f"{digest}-{upload}"
 
     def copies(self, digest: Digest) -> list[Path]:
@@ -325,7 +325,7 @@ class StateFolder:
             raise UnavailableError(text) from error
 
     def read_list(self, digest: Digest, limits: Limits = DEFAULT_LIMITS) -> LeafList | None:
-        """Read the list of a state's leaves, checked against its digest; None if there is none."""
+        """Return the list of a state's leaves, checked by its digest; None if there is none."""
         try:
             content = (self.lists / digest[:2] / f"{digest}{LIST_SUFFIX}").read_bytes()
         except OSError:
@@ -335,7 +335,7 @@ class StateFolder:
         return read_list(content, digest, limits)
 
     def read_leaf(self, digest: Digest) -> bytes:
-        """Read the bytes of a leaf, checked. Raises NotFoundError, or IntegrityError if no copy has
+        """Return a leaf's bytes, checked. Raises NotFoundError, or IntegrityError if no copy has
         its digest."""
         is_there = False
         for path in self.copies(digest):
@@ -364,13 +364,13 @@ class StateFolder:
 
 
 def digest_and_upload(name: str) -> tuple[Digest, str]:
-    """Split the name of a leaf's file into the digest and the upload."""
+    """Split the name of a leaf's file into its digest and the id of its upload."""
     return Digest(name[:_DIGEST_CHARS]), name[_DIGEST_CHARS + 1 :]
 
 
 def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = "") -> str:
-    """Return why a worker does not see its coordinator's folder of states; "" if it does, or
-    neither has one.
+    """Return an error message if a worker does not see its coordinator's folder of states; "" if it
+    does, or neither has one.
 
     folder and found_id: the path that the worker was given, and the name there; both "" without.
     meant_id: the name of the coordinator's folder, "" if it has none that workers may write to.

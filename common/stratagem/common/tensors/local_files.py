@@ -54,25 +54,25 @@ _MIN_PIECE_BYTES: Final = 2**16
 
 
 class UnreadableFileError(StratagemError):
-    """This process may not open files of other processes, although they are in the same place."""
+    """This process may not open files of other processes, although all are on one machine."""
 
 
 class _Place:
-    """The cached name of this process's place: the machine, user and namespace of its files."""
+    """The cached name of this process's place: machine, user and namespace of open files."""
 
     name: str | None = None
 
 
 def place() -> str:
-    """Return a name that is equal for processes that may open each other's files; "" if none may,
-    and after `leave_place`."""
+    """Return a name that processes have in common if they may open each other's files; "" if none
+    may, and after `leave_place`."""
     if _Place.name is None:
         _Place.name = _looked_up()
     return _Place.name
 
 
 def leave_place() -> None:
-    """Disable reading and offering of files in this process."""
+    """Stop this process from opening other processes' files, and from offering its own."""
     _Place.name = ""
 
 
@@ -101,8 +101,8 @@ def offer(
     *,
     name: str = "",
 ) -> tensor_pb2.OpenFile:
-    """Make the message that offers an open file of this process. sums: the CRC32C of its pieces.
-    name: the name of a copy of memory."""
+    """Make the message that offers an open file of this process to a reader. sums: the CRC32C of
+    each piece; name: that of a copy of memory."""
     return tensor_pb2.OpenFile(
         place=place(),
         process=os.getpid(),
@@ -146,12 +146,12 @@ def _write(descriptor: int, view: memoryview) -> None:
 
 
 def is_near(other: str) -> bool:
-    """Return whether `other` is the name of this process's place, so that files can be shared."""
+    """Return whether `other` is the place of this process too, so that both can share files."""
     return bool(other) and other == place()
 
 
 def offered(message: Any) -> tensor_pb2.OpenFile | None:
-    """Return the file offered in a message; None if there is none that this process may read."""
+    """Return the offer of a file in a message; None if it has none that this process may read."""
     if "file" not in message.DESCRIPTOR.fields_by_name or not message.HasField("file"):
         return None
     file: tensor_pb2.OpenFile = message.file
@@ -168,7 +168,7 @@ class OpenedFile:
 
 @cache
 def _memory_device() -> int:
-    """Return the device number of memory files, which no other file has."""
+    """Return the device number that all memory files have, and no other files."""
     descriptor = os.memfd_create("stratagem-device", os.MFD_CLOEXEC)
     try:
         return os.fstat(descriptor).st_dev
@@ -177,7 +177,7 @@ def _memory_device() -> int:
 
 
 def opened_copy(file: tensor_pb2.OpenFile) -> OpenedFile | None:
-    """Open an offered file as `opened` does, and check that it is a copy of memory."""
+    """Open an offered file as `opened` does, and check that it is a memory file."""
     if not _COPY_NAME.fullmatch(file.name):
         raise IntegrityError("an open file was offered that is no copy of a snapshot")
     copy = opened(file, file.name)
@@ -237,7 +237,7 @@ def contents(
 
 
 def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
-    """Yield pieces, but stop after limit_s seconds."""
+    """Yield the pieces, but stop once limit_s seconds have passed."""
     end_s = time.monotonic() + limit_s
     for piece in pieces:
         yield piece
@@ -246,8 +246,8 @@ def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
 
 
 def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview] | None:
-    """Return the bytes of an offered copy as `contents` does; None if it no longer exists and they
-    must be requested. Raises UnreadableFileError if this process may open none."""
+    """Return the bytes of an offered memory file as `contents` does; None if it no longer exists,
+    so that they must be requested. Raises UnreadableFileError if this process may open none."""
     try:
         copy = opened_copy(file)
     except IntegrityError:  # the copy was closed, and its descriptor reused
@@ -264,18 +264,18 @@ def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memor
 M = TypeVar("M")
 
 Take = Callable[[int, Iterator[Data]], Awaitable[None]]
-"""Consumes all bytes from an offset on, as pieces that are valid until the next one."""
+"""A function that consumes all bytes from an offset on, as pieces valid until the next one."""
 
 
 class Near(NamedTuple):
     """A download from a sender on this machine, which may offer a file in place of chunks."""
 
     open_call: Callable[[], Any]
-    """Starts a call, from the first byte on, that accepts the offer of a file."""
+    """Starts a call, from the first byte on, in which the server may offer a file."""
     take: Take
-    """Consumes the content of the file, in place of the destination of `accept`."""
+    """Consumes the content of the offered file, instead of the destination of `accept`."""
     leave: Callable[[], None]
-    """Stops accepting offers, since this process may not open the files."""
+    """Makes further calls accept no offers, since this process may not open the files."""
 
 
 async def serve_copy(
@@ -304,8 +304,7 @@ async def serve_copy(
 async def take_offered(
     near: Near, file: tensor_pb2.OpenFile, writer: ChunkWriter, purpose: Purpose
 ) -> bool:
-    """Read all bytes that the writer lacks from an offered file; return False if it cannot be
-    read."""
+    """Read all bytes that the writer lacks from an offered file; return False if it cannot."""
     try:
         pieces = readable_copy(file, writer.total_bytes)
     except UnreadableFileError:

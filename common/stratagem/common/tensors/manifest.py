@@ -29,7 +29,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 CONTROL: Final = "control/"
 """The name prefix of the control variates (SCAFFOLD) of a federation, in states and updates."""
 WITHIN_NORM: Final = "within_norm"
-"""The metadata key of a client's change: "1" if its norm was within the clipping norm."""
+"""The metadata key in a client's update: "1" if its norm was within the clipping norm."""
 NUM_AVERAGED_KEY: Final = "average/num_averaged"
 """The metadata key for the number of states in a state's average of the parameters. A state with
 the key and without tensors of an average has averages in place of the parameters."""
@@ -57,7 +57,7 @@ CODECS: Final[Mapping[str, tensor_pb2.Codec.ValueType]] = {
     "low_rank": tensor_pb2.CODEC_LOW_RANK,
     "vsa": tensor_pb2.CODEC_VSA,
 }
-"""Tensor codecs on the wire, keyed by their names in the job; "" is uncoded."""
+"""The wire numbers of tensor codecs, keyed by their names in the job; "" is uncoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class TensorSpec:
     offset: int
     size_bytes: int
     alias_of: str | None = None
-    """The name of an earlier tensor with the same storage, offset and size; None for none."""
+    """The name of an earlier tensor with the same storage, offset and size; None if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Manifest:
     """The digest is of the state's list of leaves (`leaves.py`), not of its file."""
 
     def stored(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors that are no aliases, ordered by offset."""
+        """Return the tensors whose bytes are in the stream (no aliases), ordered by offset."""
         return tuple(tensor for tensor in self.tensors if tensor.alias_of is None)
 
 
@@ -331,7 +331,7 @@ class DTypeInfo:
     """An element type: its names and size in torch, safetensors and the protocol."""
 
     name: str
-    """The name as in torch, without "torch."."""
+    """The element type's name in torch, without "torch."."""
     wire: tensor_pb2.DType.ValueType
     item_bytes: int
     safetensors: str

@@ -62,7 +62,7 @@ def same_bytes(
 
 
 def _joined(ranges: list[SameBytes], at: SameBytes) -> bool:
-    """Extend the last range by this one if they are contiguous; return whether they were."""
+    """Extend the last range by this one if they touch in both states; return whether they did."""
     if not ranges:
         return False
     last = ranges[-1]
@@ -99,7 +99,7 @@ def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> 
 
 
 def changed_ranges(same: Sequence[SameBytes], total_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) of each non-empty gap between the equal ranges, in order."""
+    """Yield the (start, end) of each non-empty range between the equal ranges, in order."""
     start = 0
     for span in (*same, SameBytes(total_bytes, 0, 0)):
         if span.offset > start:
@@ -114,7 +114,7 @@ def num_changed_bytes(same: Sequence[SameBytes], total_bytes: int) -> int:
 def cut(
     manifest: Manifest, buffers: Sequence[memoryview], same: Sequence[SameBytes]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a state outside of the equal ranges, as views of its buffers."""
+    """Yield the bytes of a state that lie outside of the equal ranges, as views of its buffers."""
     placed = iter(zip(manifest.stored(), buffers, strict=True))
     spec, buffer = None, memoryview(b"")
     for start, end in changed_ranges(same, manifest.total_bytes):
@@ -138,12 +138,12 @@ _PARAMETER: Final = "parameter/"
 
 @dataclass(frozen=True, slots=True, order=True)
 class SliceName:
-    """A parsed slice name; sorted slices are in the tensor order of an undivided state."""
+    """The parsed name of a slice of optimizer state; sorted, slices are in the undivided order."""
 
     parameter: int
     """The index of the parameter, from 0."""
     place: int
-    """The index among the tensors kept for the parameter."""
+    """The index among the tensors that the optimizer keeps for the parameter."""
     first: int
     """The index of the slice's first element in the parameter."""
     whole: str
@@ -155,7 +155,7 @@ class SliceName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ParameterSlice:
-    """The parsed name of a slice of a parameter that no member holds as a whole."""
+    """The parsed name of a slice of a parameter that is divided among the members of a party."""
 
     place: int
     """The index of the parameter among all tensors of the model, from 0."""
@@ -172,10 +172,8 @@ class ParameterSlice:
 
 
 def slice_name(name: str) -> SliceName | None:
-    """Parse a tensor's name as a slice name; None if it is none.
-
-    Raises InvalidInputError for a name that only begins like one.
-    """
+    """Parse a tensor's name as a slice name; None if it is none. Raises InvalidInputError for a
+    name that only begins like one."""
     if not name.startswith(_PREFIX):
         return None
     *numbers, whole = name.removeprefix(_PREFIX).split("/", 3)
@@ -186,10 +184,8 @@ def slice_name(name: str) -> SliceName | None:
 
 
 def parameter_slice(name: str) -> ParameterSlice | None:
-    """Parse a tensor's name as the name of a slice of a parameter; None if it is none.
-
-    Raises InvalidInputError for a name that only begins like one.
-    """
+    """Parse a tensor's name as the name of a slice of a parameter; None if it is none. Raises
+    InvalidInputError for a name that only begins like one."""
     if not name.startswith(_PARAMETER):
         return None
     place, first, shape, whole = (*name.removeprefix(_PARAMETER).split("/", 3), "", "", "", "")[:4]

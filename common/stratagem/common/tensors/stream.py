@@ -74,7 +74,7 @@ def frame(offset: int, *parts: Data) -> bytes:
 
 
 def recut(raw: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
-    """Cut a frame into frames with these numbers of data bytes, and one with the rest."""
+    """Cut a frame (message with a chunk) into frames of these numbers of data bytes, and a rest."""
     whole = None if len(raw) < _MIN_BYTES else _unframed(raw, tensor_pb2.Chunk.FromString)
     if whole is None:
         yield raw
@@ -89,15 +89,15 @@ def recut(raw: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
 
 
 def has_crc(raw: bytes, offset: int, size: int, crc: int) -> bool:
-    """Return whether a frame that `frame` made from `size` bytes of data carries this checksum."""
+    """Return whether a frame made by `frame` from `size` bytes of data carries this CRC32C."""
     if crc:
         return raw.endswith(bytes((_CRC_TAG,)) + crc.to_bytes(4, "little"))
     return len(raw) == len(_head(offset, size, 0)) + size
 
 
 def joined(offset: int, *parts: Data) -> bytes:
-    """Encode a frame in plain Python, with one pass over the data for the checksum and one for the
-    copy."""
+    """Encode a frame (message with a chunk) in plain Python, with one pass over the data for the
+    checksum and one for the copy."""
     crc = 0
     for part in parts:
         crc = extended(crc, part)
@@ -106,7 +106,7 @@ def joined(offset: int, *parts: Data) -> bytes:
 
 
 def patched(offset: int, *parts: Data) -> bytes:
-    """Encode a frame by copying the data first, then computing the checksum from the copy."""
+    """Encode a frame (message with a chunk): copy the data, then compute the copy's checksum."""
     size = sum(map(len, parts))
     head = _head(offset, size, 5)
     raw = b"".join((head, *parts, _ROOM))
@@ -119,7 +119,7 @@ def patched(offset: int, *parts: Data) -> bytes:
 
 
 def _head(offset: int, size: int, tail_size: int) -> bytes:
-    """Return the protobuf bytes of a frame that come before its data."""
+    """Return the bytes of a frame, in protobuf's encoding, that come before its data."""
     inner = bytes((_OFFSET_TAG,)) + _varint(offset) if offset else b""
     inner += bytes((_DATA_TAG,)) + _varint(size)
     return bytes((_CHUNK_TAG,)) + _varint(len(inner) + size + tail_size) + inner
@@ -174,8 +174,8 @@ def reading_frames(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _unframed(raw: bytes, parse: Callable[[bytes], Any]) -> ChunkFrame | None:
-    """Decode a frame of the form that `frame` or protobuf gives to a message with only a chunk;
-    None for other bytes."""
+    """Decode a message that has only a chunk, in the form that `frame` or protobuf gives it; None
+    for other bytes."""
     size, at = _read_varint(raw, 1)
     if size != len(raw) - at:
         return None
@@ -220,13 +220,13 @@ MAX_CHUNK_BYTES: Final = CHUNK_BYTES  # what a receiver takes
 
 _MIN_PIECE_BYTES: Final = CHUNK_BYTES // 8
 _PIECES_AT_LEAST: Final = 8
-"""The least number of pieces to cut a range into, unless the pieces would be too small."""
+"""The least number of pieces into which a range is cut, unless they would be too small."""
 
 Sink = Callable[[int, Any], None]
-"""Consumes the bytes (or a view of bytes) at an offset; offsets come in order and without gaps."""
+"""A function that consumes bytes (or a view) at an offset; offsets are in order, without gaps."""
 
 Source = Callable[[int], Iterator[Piece]]
-"""Yields the range from an offset on, in pieces of at most CHUNK_BYTES."""
+"""A function that yields the content from an offset on, in pieces of at most CHUNK_BYTES."""
 
 
 def piece_bytes(total_bytes: int) -> int:
@@ -237,7 +237,7 @@ def piece_bytes(total_bytes: int) -> int:
 
 
 class CarriesChunk(Protocol):
-    """A request or response with a field `chunk`."""
+    """A request or response message with a field `chunk`."""
 
     @property
     def chunk(self) -> tensor_pb2.Chunk: ...
@@ -266,22 +266,20 @@ def iter_views(
 
 
 def from_buffers(buffers: Sequence[memoryview], piece_bytes: int = CHUNK_BYTES) -> Source:
-    """Return a source that reads memory; the memory must not change while it is read."""
+    """Return a `Source` that reads from memory, which must not change meanwhile."""
     return lambda offset: iter_views(buffers, offset, piece_bytes)
 
 
 def fill_chunk(chunk: tensor_pb2.Chunk, offset: int, piece: bytes) -> None:
-    """Make `chunk`, a part of a message, carry `piece` at `offset`.
-
-    It is filled in place: setting a whole chunk into a field would copy the payload again.
-    """
+    """Make `chunk`, a part of a message, carry `piece` at `offset`. It is filled in place: setting
+    a whole chunk into a field would copy the payload again."""
     chunk.offset = offset
     chunk.data = piece
     chunk.crc32c = crc32c(piece)
 
 
 def check_offset(offset: int, total_bytes: int) -> None:
-    """Raise OutOfRangeError for an offset beyond the end."""
+    """Raise OutOfRangeError if an offset is beyond the end of the content."""
     if not 0 <= offset <= total_bytes:
         raise OutOfRangeError.at("offset", f"{offset} is beyond the end at {total_bytes}")
 
@@ -330,7 +328,7 @@ class ChunkWriter:
         self._flow.num_bytes += size
 
     def take(self, data: Data) -> None:
-        """Write the next bytes, received in another way and already checked, to the sink."""
+        """Write the next bytes to the sink, received in another way and already checked."""
         self._sink(self.received, data)
         self.received += len(data)
         self._flow.num_bytes += len(data)
@@ -344,7 +342,7 @@ class ChunkWriter:
 
 
 def into(buffer: memoryview) -> Sink:
-    """Return a sink that writes into a buffer."""
+    """Return a `Sink` that writes into a buffer."""
     view = _as_bytes(buffer)
 
     def write(offset: int, data: Data) -> None:
@@ -371,7 +369,7 @@ RECEIVED: Final = "received"
 
 
 class Flow:
-    """A counter of the bytes sent, or received, for one purpose or by one mesh engine."""
+    """A counter of bytes sent or received, for one purpose or by one mesh engine."""
 
     __slots__ = ("num_bytes",)
 
@@ -390,22 +388,22 @@ _ENGINES: Final = {
 
 
 def sent(purpose: Purpose) -> Flow:
-    """Return the counter of sent tensor streams, over gRPC or to readers on this machine."""
+    """Return the counter of bytes sent in tensor streams, over gRPC or on this machine."""
     return _STREAMS[SENT, purpose]
 
 
 def received(purpose: Purpose) -> Flow:
-    """Return the counter of received tensor streams, over gRPC or read on this machine."""
+    """Return the counter of bytes received in tensor streams, over gRPC or on this machine."""
     return _STREAMS[RECEIVED, purpose]
 
 
 def over(engine: str, direction: str) -> Flow:
-    """Return the counter of tensors over a mesh engine other than gRPC, counted at submission."""
+    """Return the counter of bytes over a mesh engine other than gRPC, counted at submission."""
     return _ENGINES[direction, engine]
 
 
 def stream_bytes() -> Mapping[tuple[str, str], int]:
-    """Return the bytes of tensor streams over gRPC, keyed by (direction, purpose)."""
+    """Return the bytes of tensor streams, keyed by (direction, purpose)."""
     return {
         (direction, purpose.name.lower()): flow.num_bytes
         for (direction, purpose), flow in _STREAMS.items()

@@ -80,10 +80,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def allocate(manifest: Manifest) -> tuple[Sink, Callable[[], dict[str, Tensor]]]:
     """Allocate the tensors of a checked manifest; return a sink for its byte range, and a function
-    that returns them.
-
-    Each byte is written once, straight into the tensor that it belongs to.
-    """
+    that returns them. Each byte is written once, straight into the tensor that it belongs to."""
     stored = {
         spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
         for spec in manifest.stored()
@@ -115,7 +112,7 @@ def _scatter(manifest: Manifest, stored: Mapping[str, Tensor]) -> Sink:
 
 
 def load_file(path: Path) -> tuple[dict[str, Tensor], Manifest]:
-    """Load the tensors of a safetensors file, tied tensors as one; the caller checks the digest."""
+    """Load a safetensors file's tensors, tied tensors as one; the caller checks the digest."""
     manifest, data_start = read_header(path)
     sink, finish = allocate(manifest)
     offset = 0
@@ -139,8 +136,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def element_type(field: str, tensor: Tensor) -> DTypeInfo:
-    """Return the element type of a tensor to send. Raises InvalidInputError at `field` if it is
-    unsupported."""
+    """Return a tensor's element type. Raises InvalidInputError at `field` if it is unsupported."""
     if tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         text = f"is a tensor of layout {layout}; allowed is strided, which `to_dense()` makes"

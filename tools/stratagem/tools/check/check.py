@@ -49,7 +49,7 @@ class CheckReport:
     """The findings about one job, in the order in which checks made them."""
 
     say: Callable[[Finding], None] = lambda _: None
-    """Receives each finding as soon as it is made."""
+    """A function that receives each finding as soon as it is made."""
     findings: list[Finding] = field(default_factory=list)
 
     def ok(self, check: str, about: str, found: str) -> None:
@@ -72,14 +72,12 @@ class CheckReport:
         self.say(finding)
 
     def has_failed(self, text: str) -> bool:
-        """Return True if a fault that was added is part of this text."""
+        """Return True if the sentence of a fault added so far is part of this text."""
         return any(each.level is Level.FAIL and each.found in text for each in self.findings)
 
     def attempt(self, check: str, about: str, action: Callable[[], T]) -> T | None:
-        """Run a check; return its result, or None if it raises, and then add its errors as faults.
-
-        about: the field to name for errors that name none.
-        """
+        """Run the check `action` and return its result; if it raises, add the errors as faults and
+        return None. about: the field to name for errors that name none."""
         try:
             return action()
         except UserCodeError as error:
@@ -97,7 +95,7 @@ class CheckReport:
 
 
 def _place_of(error: UserCodeError) -> str:
-    """Return the activity and the stack frames of an error in user code, without the message."""
+    """Return the activity and the stack frames of an error in user code, without its message."""
     lines = error.traceback.rstrip().splitlines()
     while lines and not lines[-1].startswith("  "):
         del lines[-1]
@@ -117,7 +115,8 @@ _TRIED_ROWS: Final = 9
 _STREAMED_ROWS: Final = 64
 _STREAMED_TWICE: Final = 3
 _SAME: Final = 0.01
-"""The tolerance of "twice as large", because models with random numbers treat rows differently."""
+"""The relative tolerance of "twice as large", as models with random numbers treat rows
+unequally."""
 _NUM_NAMES: Final = 5
 """The largest number of names listed in a finding."""
 
@@ -130,7 +129,8 @@ def check_job(
 ) -> list[Finding]:
     """Check a job whose document is valid, and return the findings; faults have the level FAIL.
 
-    memory: returns a sentence on the needed memory, or raises. say: receives each finding at once.
+    memory: a function that returns a sentence on the needed memory, or raises. say: receives each
+    finding at once.
     """
     checks = _JobChecks(job, site, CheckReport(say))
     checks.code()
@@ -198,7 +198,7 @@ class _JobChecks:
         return model
 
     def _initial(self, model: nn.Module) -> None:
-        """Check that the initial state file of the model exists, and report dtype conversions."""
+        """Check that the job's initial state file exists, and report conversions of its dtypes."""
         if self.job.initial is None or (file := self.job.initial.file) is None:
             return
         given = self.report.attempt("model", "initial.file", lambda: _dtypes_in(Path(file)))
@@ -227,7 +227,7 @@ class _JobChecks:
         return data
 
     def _loaded(self) -> dict[str, Dataset]:
-        """Return the job's data; check that the function gives the same rows when called twice."""
+        """Return the job's data; check that the function gives equal rows when called twice."""
         job, site = self.job, self.site
         first_call = self.report.attempt(
             "data",
@@ -244,7 +244,7 @@ class _JobChecks:
         return data
 
     def _first_rows(self, split: str, dataset: Dataset) -> Dataset:
-        """Return the first rows of a stream; a data set that is no stream is returned as it is."""
+        """Return the first rows of a data set that is a stream; any other data set as it is."""
         if not isinstance(dataset, StreamDataset):
             return dataset
         how = "its states lead on" if dataset.has_states else "a shard is read again to go on"
@@ -266,7 +266,7 @@ class _JobChecks:
         self.report.ok("data", f"data.{split}", found)
 
     def together(self, model: nn.Module, data: Mapping[str, Dataset]) -> None:
-        """Check that the model, the data and the rest of the job fit together."""
+        """Check that the model and the data fit together, and fit the rest of the job."""
         num_rows = {split: len(dataset) for split, dataset in data.items()}
         self.report.attempt("model", "strategy", lambda: check_built(self.job, model, num_rows))
         self.report.attempt("model", "model", lambda: check_rows_apart(self.job, model))
@@ -335,7 +335,7 @@ class _JobChecks:
             self.report.warn("step", field, found, advice)
 
     def divided(self, data: Mapping[str, Dataset]) -> None:
-        """Try steps with divided state, if the job divides its state."""
+        """Try two steps with a state divided among workers, if the job divides its state."""
         if self.job.only_evaluates or not partitions_state(self.job.strategy):
             return
         tried = partial(_is_divided, self.job, self.site, data)
@@ -381,7 +381,7 @@ def _is_divided(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> bool:
 
 
 def _few_of(data: Mapping[str, Dataset], num_rows: int) -> dict[str, Dataset]:
-    """Return the data sets, with each stream replaced by its first num_rows rows."""
+    """Return the data sets by split, with each stream replaced by its first num_rows rows."""
     return {
         split: each.head(num_rows) if isinstance(each, StreamDataset) else each
         for split, each in data.items()

@@ -44,18 +44,16 @@ class TriedStep:
     setup: Setup
     num_rows: int
     report: StepReport | None
-    """The report of the step; None if the job trains nothing."""
+    """The training step's report; None if the job trains nothing."""
     untouched: tuple[str, ...] = ()
     """The names of trained parameters that got no gradient."""
     resumes: bool = True
-    """True if the next step gives the same bits when it starts from a saved state."""
+    """True if the next step gives the same bits after the state was saved and loaded."""
 
 
 def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep:
-    """Make one step of the job, as a single worker would, on the first and the last row.
-
-    Raises whatever training raises.
-    """
+    """Make one step of the job, as a single worker would, on the first and the last row. Raises
+    whatever training raises."""
     few, num_rows = _few_of(data)
     short = _shortened(job, max(num_rows, 1))
     if job.only_evaluates:
@@ -85,7 +83,7 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
 
 
 def try_rows_twice(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
-    """Return the factor by which the first step's loss grows if each row is repeated."""
+    """Return the factor by which a first step's loss grows if each row is there twice."""
     few, num_rows = _few_of(data)
     once, twice = (
         _first_loss(job, site, {**few, "train": Subset(few["train"], rows)})
@@ -95,14 +93,14 @@ def try_rows_twice(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> flo
 
 
 def _first_loss(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
-    """Return the loss of the first step over all rows."""
+    """Return the loss of the job's first step, over all rows of the training split."""
     trainer = Trainer(_setup(_shortened(job, len(data["train"])), site, data, fresh=True))
     return trainer.train_step(_exchange(trainer), range(1), 1).loss
 
 
 def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> None:
-    """Make two steps, a copy of the state and an evaluation as a worker with divided state would:
-    parameters are absent while no layer uses them.
+    """Make two steps, a copy of the state and an evaluation as a worker does that holds only a
+    slice of the state: parameters are absent while no layer uses them.
 
     The second step detects anything that code has kept from the first. Raises whatever training
     raises.
@@ -150,8 +148,8 @@ def head_of(dataset: Dataset, num_rows: int) -> Dataset:
 
 
 def spread_over(dataset: Dataset, num_rows: int) -> Dataset:
-    """Return at most num_rows rows spread evenly over a data set, including the first and the last,
-    in order."""
+    """Return a data set of at most num_rows rows of this one, evenly spread, in order, with first
+    and last."""
     size = len(dataset)
     if size <= num_rows:
         return head_of(dataset, size)
@@ -159,7 +157,7 @@ def spread_over(dataset: Dataset, num_rows: int) -> Dataset:
 
 
 def last_first(dataset: Dataset) -> Dataset:
-    """Return the data set with its last row moved to the second place."""
+    """Return the data set with its last row moved to the second place, behind the first row."""
     rows = torch.arange(len(dataset))
     return (
         Subset(dataset, torch.cat([rows[:1], rows[-1:], rows[1:-1]])) if len(rows) > 1 else dataset
@@ -167,7 +165,7 @@ def last_first(dataset: Dataset) -> Dataset:
 
 
 def _few_of(data: Mapping[str, Dataset]) -> tuple[dict[str, Dataset], int]:
-    """Return (a few rows of each split, the number of rows in a step)."""
+    """Return a few rows of each split, and the number of rows in the tried step."""
     few = {split: spread_over(dataset, _EVALUATED_ROWS) for split, dataset in data.items()}
     if "train" in few:
         few["train"] = last_first(few["train"])
@@ -175,7 +173,7 @@ def _few_of(data: Mapping[str, Dataset]) -> tuple[dict[str, Dataset], int]:
 
 
 def _shortened(job: JobSpec, num_rows: int) -> JobSpec:
-    """Return the job with steps of num_rows rows, made by one worker at once."""
+    """Return the job with steps of num_rows rows, each computed by one worker in a single pass."""
     window = job.window.with_changes(micro_batch_size=None, steps=None)
     execution = job.execution.with_changes(mode="Eager", profiling=False, parallelism="None")
     if execution.accumulation_steps is not None:

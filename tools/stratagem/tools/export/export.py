@@ -29,10 +29,8 @@ _NO_HUB = "--to hf writes shards with huggingface_hub; pip install huggingface_h
 
 
 def write_hf_folder(model: nn.Module, folder: Path, shard_size: str) -> None:
-    """Write the model as its own library saves it; without a library, as shards with an index.
-
-    Tied tensors are written once. shard_size: such as "5GB". A model of peft writes its adapter.
-    """
+    """Write the model as its own library saves it; without a library, as shards with an index. Tied
+    tensors are written once. shard_size: such as "5GB". A model of peft writes its adapter."""
     save: Any = getattr(model, "save_pretrained", None)
     try:
         if callable(save):
@@ -58,11 +56,8 @@ NUM_ROWS: Final = 3
 
 
 def trained_model(job: JobSpec, site: Site, state: Path) -> nn.Module:
-    """Build the model on the CPU and load a state into it.
-
-    state: a file with all names of the model's state_dict(). Raises InvalidInputError for the state
-    of a different model.
-    """
+    """Build the model on the CPU and load a state into it. state: a file with all names of the
+    model's state_dict(). Raises InvalidInputError for the state of a different model."""
     model = build_model(job, site.entrypoints, device=torch.device("cpu"), fresh=True)
     try:
         model.load_state_dict(load_file(state), strict=True)
@@ -73,7 +68,7 @@ def trained_model(job: JobSpec, site: Site, state: Path) -> nn.Module:
 
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and keyword arguments of a model."""
+"""The positional and keyword arguments of one call of a model."""
 
 
 def example_inputs(job: JobSpec, site: Site, model: nn.Module) -> Inputs:
@@ -93,7 +88,7 @@ def example_inputs(job: JobSpec, site: Site, model: nn.Module) -> Inputs:
 
 
 def resized(inputs: Any, num_rows: int) -> Any:
-    """Return the inputs with num_rows rows, repeating the existing rows in turn."""
+    """Return the inputs cut or extended to num_rows rows; existing rows are repeated in turn."""
     return tree_map_only(Tensor, lambda t: t[torch.arange(num_rows) % len(t)].contiguous(), inputs)
 
 
@@ -105,7 +100,7 @@ def resized(inputs: Any, num_rows: int) -> Any:
 _BATCH: Final = "batch"
 _TRIED_ROWS: Final = (2, 5)
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
-"""The relative and absolute tolerance between kernels that add in different orders."""
+"""The relative and absolute tolerance between results of kernels that add in different orders."""
 NO_ONNX: Final = "--to onnx needs onnx and onnxscript here; pip install onnx onnxscript"
 
 Outputs = Sequence[Tensor]
@@ -120,9 +115,7 @@ def without_cache(model: nn.Module) -> None:
 
 def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
     """Export the model by torch.export to a file; return the largest difference of an output.
-
-    `torch.export.load(path).module()` is the model, without its code.
-    """
+    `torch.export.load(path).module()` is the model, without its code."""
     args, kwargs = inputs
     program = _exporting(
         lambda: torch.export.export(model, args, kwargs, dynamic_shapes=_free_rows(model, inputs))
@@ -133,8 +126,8 @@ def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
 
 
 def sizes_of(model: nn.Module, inputs: Inputs) -> list[str]:
-    """Describe the inputs of the program, such as "x float32[rows, 64]": all sizes but the first
-    are fixed to those of the example."""
+    """Describe the inputs of the exported program, such as "x float32[rows, 64]": all sizes but the
+    first are fixed to those of the example."""
     args, kwargs = inputs
     named = {**_by_name(model, args), **kwargs}
     paths = tree_flatten_with_path(named)[0]
@@ -199,7 +192,7 @@ def _onnx_runner(path: Path) -> Callable[[dict[str, Any]], Sequence[Any]]:
 
 
 def _free_rows(model: nn.Module, inputs: Inputs) -> Any:
-    """Mark the first size of every tensor argument as free (dynamic), keyed by argument name."""
+    """Return every tensor argument's first size, marked as free (dynamic), by argument name."""
     rows = torch.export.Dim(_BATCH)
     args, kwargs = tree_map_only(Tensor, lambda _: {0: rows}, inputs)
     return tuple(args) if not kwargs else {**_by_name(model, args), **kwargs}
@@ -219,8 +212,8 @@ def _exporting(export: Callable[[], Any]) -> Any:
 
 
 def _compared(model: nn.Module, inputs: Inputs, run: Callable[[Inputs], Outputs]) -> float:
-    """Return the largest difference between the outputs of the model and of `run`. Raises
-    StratagemError if it is more than rounding."""
+    """Return the largest difference between the outputs of the model and of the exported one, which
+    `run` calls. Raises StratagemError if it is more than rounding."""
     largest = 0.0
     for num_rows in _TRIED_ROWS:
         given = resized(inputs, num_rows)

@@ -90,7 +90,7 @@ class StepMemory:
     num_received: int = 0
     num_copied: int = 0
     layout: tuple[TensorLayout, ...] = ()
-    """The trained tensors, if a single party trains them."""
+    """The names and shapes of the trained tensors, if a single party trains them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -107,7 +107,7 @@ class StepMemory:
 
     @property
     def calibrated_by(self) -> str:
-        """Return "a measured step", or "" if nothing was measured."""
+        """Return the words "a measured step" if a step was measured, else ""."""
         return "a measured step" if self.measured is not None else ""
 
     def document(self) -> dict[str, Any]:
@@ -148,8 +148,8 @@ def text_of(num_bytes: int) -> str:
 
 
 def memory_of(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -> StepMemory:
-    """Convert the reading of a simulated step to an estimate; rows: that pass through the model
-    together."""
+    """Convert the memory found by a simulated step to an estimate; rows: those that pass through
+    the model together."""
     fixed = reading.parameters + reading.gradients + reading.optimizer + reading.buffers
     # After the last backward the optimizer may need more than the activations did.
     activations = max(0, min(reading.before_backward, reading.peak) - fixed)
@@ -170,7 +170,7 @@ def memory_of(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -
 
 
 def with_moment(estimate: StepMemory, num_bytes: int) -> StepMemory:
-    """Add memory that is needed temporarily, while no activations are held."""
+    """Add memory to the estimate that is needed only while no activations are held."""
     more = num_bytes - estimate.activations - estimate.workspace
     return replace(estimate, workspace=estimate.workspace + max(0, more))
 
@@ -225,14 +225,14 @@ def estimate_memory(
 
 
 def _num_snapshots(job: JobSpec) -> int:
-    """Return the number of snapshots that a worker keeps: one for a client (its update), or if the
-    run is a single segment."""
+    """Return the number of snapshots of its state that a worker keeps: one for a client (its
+    update), or if the run is a single segment."""
     has_segments = job.checkpoint.every is not None or job.evaluation is not None
     return NUM_SNAPSHOTS if has_segments and not isinstance(job.strategy, Federated) else 1
 
 
 def _running(job: JobSpec, site: Site, num_workers: int | None) -> StepMemory:
-    """Estimate a job that only runs the model, including predictions kept until the end."""
+    """Estimate a job that only runs the model, including predictions that are kept to the end."""
     reading = play_forward(job, site, job.batch_size)
     estimate = memory_of(reading, site, job.batch_size, ())
     if isinstance(job.strategy, ModelParallel):
@@ -286,7 +286,7 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
 
 
 def _of_client(strategy: Federated, estimate: StepMemory, item_bytes: int) -> StepMemory:
-    """Add the memory of corrections to the gradients of a client's steps (FedProx, SCAFFOLD)."""
+    """Add the memory that a federated client needs to correct its gradients (FedProx, SCAFFOLD)."""
     if strategy.options.control is not None:
         return _controlled(estimate, item_bytes)
     if not isinstance(strategy.aggregation, FedProx):
@@ -315,15 +315,15 @@ def _controlled(estimate: StepMemory, item_bytes: int) -> StepMemory:
 
 
 def _dtype_of(estimate: StepMemory) -> torch.dtype:
-    """Return a dtype at least as wide as the parameters on average."""
+    """Return the narrowest of three dtypes that is as wide as the parameters are on average."""
     average = estimate.parameters / max(1, estimate.num_parameters)
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     return next((each for each in dtypes if average <= each.itemsize), torch.float64)
 
 
 def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
-    """Add the memory of the codec: per shard of the worker, the state before and after the step,
-    and the message; temporarily, the scratch for coding one shard."""
+    """Add the memory of the codec: per shard of the worker, its state before and after the step,
+    and the message; and for a moment the scratch for coding one shard."""
     spec = exchanged_codec(job.compression, job.strategy)
     if spec is None:
         return estimate
@@ -351,7 +351,8 @@ def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> 
 def _with_outer_messages(
     strategy: DataParallel, estimate: StepMemory, spec: CompressionSpec, num_workers: int | None
 ) -> StepMemory:
-    """Add the memory of coded outer gradients; with an overlap, they are held during training."""
+    """Add the memory of coded outer gradients (changes of replicas with local steps); with an
+    overlap they are held while training goes on."""
     num_own = len(_party(strategy, num_workers).owned)
     options = strategy.options
     need = outer_messages(spec, estimate.layout, options.fragments, num_own)
@@ -366,7 +367,7 @@ def _with_outer_messages(
 
 
 def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
-    """Add the gradients that phase training keeps: history, back-test forecast, and those of a
+    """Add the gradients that phase training keeps: the history, a forecast to test, and those of a
     predicted step."""
     if job.phases is None:
         return estimate
@@ -378,7 +379,7 @@ def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
 
 
 def _party(strategy: DataParallel, num_workers: int | None) -> ShardOwners:
-    """Return the first worker's share of the replicas; no other worker has more."""
+    """Return the replicas that the first of the workers computes; no other worker has more."""
     num_replicas = strategy.num_replicas
     return ShardOwners(0, min(num_workers or num_replicas, num_replicas), num_replicas)
 
@@ -390,8 +391,8 @@ def _of_party(job: JobSpec, site: Site, party: ShardOwners) -> StepMemory:
 
 
 def _without_accumulation(job: JobSpec, batch_size: int) -> JobSpec:
-    """Return the job with a single pass per step: all passes hold the same buckets, so one is
-    enough to simulate."""
+    """Return the job with one pass per step, as all passes use the same buckets: simulating one is
+    enough."""
     window = job.window.with_changes(micro_batch_size=None, steps=None)
     execution = job.execution
     if execution.accumulation_steps is not None:
@@ -400,8 +401,8 @@ def _without_accumulation(job: JobSpec, batch_size: int) -> JobSpec:
 
 
 def rows_of_share(job: JobSpec) -> int | None:
-    """Return the rows of a batch per logical shard, node or client; None if a pipeline cuts them
-    into micro-batches."""
+    """Return the rows per logical shard, gossip node or client in a batch; None if a pipeline cuts
+    them into micro-batches."""
     match job.strategy:
         case ModelParallel():
             return None
@@ -413,7 +414,7 @@ def rows_of_share(job: JobSpec) -> int | None:
 
 
 def rows_of_pass(job: JobSpec, num_shards: int) -> int:
-    """Return the most rows that pass through the model together."""
+    """Return the largest number of rows that pass through the model at once."""
     return max(map(len, job.window.cut(_pieces(job, num_shards))))
 
 
@@ -424,8 +425,9 @@ def _pieces(job: JobSpec, num_shards: int) -> int:
 def _gossip(
     job: JobSpec, site: Site, topology: str, num_nodes: int, num_members: int
 ) -> StepMemory:
-    """Estimate a worker under gossip: a model for each of its nodes, one of which trains at a time;
-    the mean of all models, for evaluation; copies of its nodes and of their neighbours."""
+    """Estimate a worker under gossip: it holds a model for each of its nodes, one of which trains
+    at a time; the mean of all models, for evaluation; and copies of its nodes and of their
+    neighbours."""
     rows = _pieces(job, num_nodes)
     one_node = job.altered(batch_size=rows, strategy=Local())
     one = _of_party(one_node, site, ShardOwners(0, 1, 1))
@@ -453,8 +455,8 @@ def _gossip(
 
 
 def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | None) -> StepMemory:
-    """Estimate a worker under local steps: parameters and optimizer per replica, of which one works
-    at a time; and the common state with the outer optimizer and its gradients."""
+    """Estimate a worker with local steps: it holds parameters and an optimizer per replica, of
+    which one works at a time, and the common state with the outer optimizer and its gradients."""
     num_replicas, party = strategy.num_replicas, _party(strategy, num_workers)
     rows, held = rows_of_pass(job, num_replicas), len(party.owned)
     reading = play_training(_without_accumulation(job, rows * num_replicas), site, party)
@@ -487,7 +489,7 @@ def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> S
 
 
 def _calibrated(job: JobSpec, site: Site, estimate: StepMemory) -> StepMemory:
-    """Correct the workspace of an estimate by the measured peak of real steps."""
+    """Correct an estimate's workspace by the peak that real steps were measured to need."""
     if not isinstance(job.strategy, Local | DataParallel) or (
         estimate.notes and local_steps_of(job.strategy) is None
     ):

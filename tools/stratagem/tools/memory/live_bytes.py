@@ -25,9 +25,7 @@ _READ_VALUE: Final = torch.ops.aten._local_scalar_dense.default
 
 class LiveBytes(TorchDispatchMode):
     """Context manager that counts live storages: each storage made on `device` counts until freed.
-
-    A fake tensor has no values. Where a program reads one (the loss, a norm, a count) it gets 1.
-    """
+    A fake tensor has no values. Where a program reads one (the loss, a norm, a count) it gets 1."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,11 +39,11 @@ class LiveBytes(TorchDispatchMode):
         self._is_in_backward = False
 
     def forget_peak(self) -> None:
-        """Restart the peaks from the bytes that are live now."""
+        """Begin new peaks, from the bytes that are live now."""
         self.peak, self.before_backward = self.live, 0
 
     def size_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of these tensors' storages; shared storages count once."""
+        """Return the bytes of the storages of these tensors; a shared storage counts once."""
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for tensor in tensors
@@ -122,21 +120,21 @@ SCRATCH_FRACTION: Final = 0.28
 
 
 def with_workspace(made: Any, args: tuple[Any, ...]) -> Any:
-    """Return the layer's outputs, the last (workspace) as large as the kernel would make it."""
+    """Return an LSTM layer's outputs, the last (its workspace) as large as a kernel makes it."""
     *others, workspace = made
     size = workspace_bytes(args)
     return (*others, torch.empty(size, dtype=workspace.dtype, device=workspace.device))
 
 
 def workspace_bytes(args: tuple[Any, ...]) -> int:
-    """Return an LSTM layer's workspace size; its input, args[0], is (time, rows, features)."""
+    """Return the size of an LSTM's workspace; its input, args[0], is (time, rows, features)."""
     one, two = (_run(args, num_steps) for num_steps in (1, 2))
     num_steps: int = args[0].shape[0]
     return one + (num_steps - 1) * (two - one)
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], made: Any) -> int:
-    """Return the temporary memory of an operation, from its arguments and its result."""
+    """Return the temporary memory that an operation needs, given its arguments and its result."""
     if func is BACKWARD:  # its last argument is the workspace
         return int(SCRATCH_FRACTION * args[-1].untyped_storage().nbytes())
     if func in _CONVOLUTIONS:

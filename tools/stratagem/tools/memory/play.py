@@ -66,8 +66,8 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The place where a job would run: importable code, data sources, and the kind of device. It
-    caches the data of the last job, for further questions about that job."""
+    """The place where a simulated job would run: importable code, data sources, and the kind of
+    device. It keeps the data of the last job, for further questions about it."""
 
     entrypoints: EntryPoints
     device: torch.device
@@ -85,7 +85,7 @@ class Site:
 
 
 def _loads_alike(job: JobSpec, known: JobSpec, data: dict[str, Dataset]) -> bool:
-    """Return True if both jobs load the same data. data: of the known job; streams know theirs."""
+    """Return True if both jobs load the same data. data: that of `known`; streams know theirs."""
     if any(isinstance(dataset, StreamDataset) for dataset in data.values()):
         return job == known
     return _read_by_loading(job) == _read_by_loading(known)
@@ -112,7 +112,7 @@ holds it from the start."""
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The memory found by a simulation: bytes on one worker's device, except for num_ fields."""
+    """The memory that a simulation found: bytes on one worker's device, except for num_ fields."""
 
     parameters: int
     buffers: int
@@ -123,9 +123,9 @@ class Reading:
     peak: int
     num_parameters: int
     state: int
-    """The size of a snapshot (parameters, buffers, optimizer state), which each commit copies."""
+    """The size of the state that each commit copies: parameters, buffers, optimizer state."""
     layout: tuple[TensorLayout, ...] = ()
-    """The trained tensors."""
+    """The names and shapes of the trained tensors."""
     momentum: int = 0
     """The part of `optimizer` that belongs to the outer optimizer, if replicas take local steps."""
     sums: int = 0
@@ -139,7 +139,7 @@ class Reading:
 
 
 def load_rows(job: JobSpec, site: Site) -> dict[str, Dataset]:
-    """Return the job's data, keyed by split; for a stream, its first batch."""
+    """Return the job's data sets, keyed by split; in place of a stream its first batch."""
     data = site.data_of(job)
     return {
         split: dataset.head(job.batch_size) if isinstance(dataset, StreamDataset) else dataset
@@ -148,7 +148,7 @@ def load_rows(job: JobSpec, site: Site) -> dict[str, Dataset]:
 
 
 def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
-    """Simulate the first rounds of the party's first member; return the memory held."""
+    """Simulate the first rounds of the party's first member; return the memory that it holds."""
     data = load_rows(job, site)
     gather = gather_shapes(job, site, data)
     # Whole batches only: the last one of an epoch may be short.
@@ -214,8 +214,8 @@ def make_trainer(
 def exchange_alone(
     trainer: Trainer | LocalStepsTrainer, party: ShardOwners
 ) -> tuple[Any, list[object]]:
-    """Return an exchange that sums only the member's own gradients, and the buffers that would
-    receive partial sums from other machines."""
+    """Return a gradient exchange that sums only the member's own gradients, and the buffers in
+    which it would receive partial sums from other machines."""
     if isinstance(trainer, Trainer):
         buckets = [GradientBuckets(trainer.params, num_extras=trainer.num_extras)]
         compressor = trainer.compressor
@@ -237,8 +237,9 @@ def _receive_buffers(buckets: GradientBuckets, party: ShardOwners) -> object:
 
 
 def shortened(job: JobSpec, num_rounds: int) -> JobSpec:
-    """Shorten the rounds of local steps as far as their order of events allows. The job gets more
-    steps than num_rounds rounds have, since the last step of a run joins all fragments at once."""
+    """Return the job with rounds of local steps as short as they can be with the same order of
+    events. It has more steps than num_rounds rounds, since the last step of a run joins all
+    fragments at once."""
     strategy = job.strategy
     if not isinstance(strategy, DataParallel) or local_steps_of(strategy) is None:
         return job
@@ -256,14 +257,14 @@ def shortened(job: JobSpec, num_rounds: int) -> JobSpec:
 
 
 def play(trainer: Trainer | LocalStepsTrainer, exchange: Any, party: ShardOwners) -> None:
-    """Make the steps of one round: one step, or the local steps up to a join of replicas."""
+    """Make the training steps of one round: one step, or local steps up to a join of replicas."""
     for _ in range(local_steps_of(trainer.setup.job.strategy) or 1):
         trainer.train_step(exchange, party.owned, party.num_shards)
 
 
 def _read_state(trainer: Trainer | LocalStepsTrainer, live: LiveBytes) -> tuple[int, int, int]:
-    """Return the bytes of (the optimizer's state, the outer momentum in it, a copy of the whole
-    state). The copy includes sums under way, as at the end of a segment."""
+    """Return three sizes in bytes: the optimizer's state, the outer momentum in it, and a copy of
+    the whole state, which includes sums under way, as at the end of a segment."""
     if isinstance(trainer, Trainer):
         values = chain.from_iterable(each.values() for each in trainer.optimizer.state.values())
         kept = [value for value in values if isinstance(value, Tensor)]
@@ -278,7 +279,7 @@ def _read_state(trainer: Trainer | LocalStepsTrainer, live: LiveBytes) -> tuple[
 
 
 def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
-    """Simulate the model without gradients over num_rows rows; return the memory held."""
+    """Run the model without gradients on num_rows simulated rows; return the memory held."""
     data = load_rows(job, site)
     gather = gather_shapes(job, site, data)
     live = LiveBytes(site.device)
@@ -321,7 +322,7 @@ def library_workspace(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShapedRows:
-    """A data set that has a number of rows, but no values."""
+    """A data set that has a number of rows, but no values; for simulations."""
 
     num_rows: int
 
@@ -334,7 +335,7 @@ class ShapedRows:
 
 @dataclass(frozen=True)
 class ShapesOnly(Gather):
-    """Gathers rows of the right shapes and types, without values. For use with fake tensors."""
+    """A gatherer of rows with the right shapes and types, but no values; for fake tensors."""
 
     x: Any
     y: Any
@@ -367,7 +368,7 @@ def hold_cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> ob
 
 
 def _split(job: JobSpec) -> str:
-    """Return the name of the split whose rows pass through the model."""
+    """Return the name of the split whose rows the job passes through the model."""
     return job.evaluation.split if job.only_evaluates and job.evaluation else "train"
 
 
@@ -381,12 +382,12 @@ def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> Shap
 # ---- Divided state ----
 
 _NUM_UNDER_WAY = 2
-"""The number of buckets that backward is filling, or that wait for a window."""
+"""The number of buckets that backward is filling, or that wait to be exchanged."""
 
 
 def _divided(reading: Reading, trainer: Trainer, party: ShardOwners) -> Reading:
     """Return the memory of the member with the largest slice, if members divide the optimizer's
-    state, or the whole state. reading: of a member that holds everything."""
+    state or the whole state. reading: the memory of a member that holds everything."""
     job, is_cpu = trainer.job, trainer.setup.gather.device.type == "cpu"
     is_full, fewest = partitions_parameters(job.strategy), fewest_mirrored(job.strategy)
     shapes = [(name, param.dtype, param.shape) for name, param in trainer.params]
@@ -414,8 +415,8 @@ def _divided(reading: Reading, trainer: Trainer, party: ShardOwners) -> Reading:
 
 
 def _largest_share(layout: BucketLayout, size: int, *, is_mirrored: bool) -> float:
-    """Return the largest share of trained elements held by a member: its own and, with mirrors,
-    those of the previous member."""
+    """Return the largest share of the trained elements that a member holds: its own slice and, with
+    mirrors, that of the previous member."""
     owners = divide_slices(layout, size)
     owned = [sum(part.stop - part.first for part in own) for own in owners.parts]
     held = owned
@@ -425,8 +426,8 @@ def _largest_share(layout: BucketLayout, size: int, *, is_mirrored: bool) -> flo
 
 
 def _saved_parameters(trainer: Trainer, share: float) -> int:
-    """Return the bytes of parameters that a member with this share saves, gathering a block at a
-    time; negative if the member holds more."""
+    """Return the bytes of parameters that a member saves by holding this share and gathering the
+    others a block at a time; negative if it needs more."""
     params = [param for _, param in trainer.params]
     rest, *blocks = divide_parameters(params, layers_of(trainer.model))
     gathered = _nbytes(rest.params) + max((_nbytes(each.params) for each in blocks), default=0)
@@ -436,7 +437,7 @@ def _saved_parameters(trainer: Trainer, share: float) -> int:
 
 def _saved_gradients(layout: BucketLayout, job: JobSpec, party: ShardOwners, share: float) -> int:
     """Return the bytes of gradients that a member with this share saves by freeing buckets during
-    the step. The member's sums over several micro-batches stay whole."""
+    the step. Its sums over several micro-batches stay whole."""
     rows = -(-job.batch_size // party.num_shards)
     is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
     sizes = [bucket.size_bytes for bucket in layout.buckets[:-1]]
@@ -456,11 +457,11 @@ def _nbytes(params: Sequence[nn.Parameter]) -> int:
 # engine on the job's own rows.
 
 MAX_ROUNDS: Final = 32
-"""The most measured rounds: enough for a loss scale to come down."""
+"""The largest number of measured rounds: enough for a float16 loss scale to come down."""
 
 
 def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
-    """Make the simulated steps for real; return the peak of bytes from torch's allocator."""
+    """Make the simulated steps for real; return the peak of bytes of torch's allocator."""
     data = site.data_of(job)
     if site.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(site.device)
@@ -476,7 +477,7 @@ def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
 def _play_for_real(
     job: JobSpec, site: Site, data: dict[str, Dataset], party: ShardOwners
 ) -> object:
-    """Make the rounds for real; return the objects that are held in the end."""
+    """Make the rounds for real; return the objects that hold memory to the end."""
     # First steps may change nothing because the loss is still scaled too far.
     may_skip = job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
     num_rounds = MAX_ROUNDS if may_skip else NUM_ROUNDS
@@ -498,7 +499,7 @@ def _play_for_real(
 
 
 def _peak_of(recorded: profile) -> int:
-    """Return the peak of allocated minus freed bytes over time."""
+    """Return the peak, over time, of the bytes allocated minus the bytes freed."""
     assert recorded.profiler is not None
     results = recorded.profiler.kineto_results
     assert results is not None

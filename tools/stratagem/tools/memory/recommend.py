@@ -49,16 +49,16 @@ GPU_FLOPS: Final = 2e13
 SAME_HOST_BYTES_PER_S: Final = 2e9
 NETWORK_BYTES_PER_S: Final = 1e9
 EXCHANGE_LATENCY_S: Final = 1e-3
-"""A nominal latency. These speeds only rank choices; they do not predict times."""
+"""A nominal latency. It and the speeds above only rank choices; they do not predict times."""
 BACKWARD_COST: Final = 2
-"""The operations of a backward pass, relative to forward."""
+"""The number of operations of a backward pass, relative to the forward pass."""
 MICRO_BATCHES_PER_STAGE: Final = 4
-"""Micro-batches per pipeline stage, with which a pipeline idles for about a fifth of the time."""
+"""Micro-batches per stage at which a pipeline idles for about a fifth of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateWorker:
-    """A worker that a run may use: its host, device and memory."""
+    """A worker that a run may use: its host, its device and its memory."""
 
     worker_id: str
     host: str = ""
@@ -86,13 +86,13 @@ class Fleet:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes that every worker may use: the least of all, after workers on one host
+        """Return the bytes that every worker may use: the least over all, where workers on one host
         share its memory."""
         return min((self._own(member) for member in self.members), default=0)
 
     @classmethod
     def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> "Fleet":
-        """Return a fleet of equal workers, each on its own host; memory_bytes: 0 if unknown."""
+        """Return a fleet of equal workers on different hosts; memory_bytes: 0 if unknown."""
         numbers = range(number)
         members = (
             CandidateWorker(f"worker-{n}", f"host-{n}", device, memory_bytes) for n in numbers
@@ -115,18 +115,15 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """A chosen strategy, and the reason in a sentence."""
+    """A strategy that was chosen, and a sentence with the reason."""
 
     strategy: Strategy
     reason: str
 
 
 def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
-    """Return the job with a strategy for its parallelism, and the reason; "" if the job asks for
-    none.
-
-    Raises InvalidInputError, naming execution.parallelism, if that is impossible.
-    """
+    """Return the job with a strategy for its `execution.parallelism`, and the reason; "" if the job
+    asks for none. Raises InvalidInputError, naming the field, if that is impossible."""
     if job.execution.parallelism == "None":
         return job, ""
     choice = choose(job, site, fleet)
@@ -135,7 +132,7 @@ def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
 
 
 def choose(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
-    """Return the strategy for the job's parallelism setting on these workers."""
+    """Return the strategy that the job's `execution.parallelism` becomes on these workers."""
     match job.execution.parallelism:
         case "None":
             return StrategyChoice(job.strategy, "parallelism is None")
@@ -217,7 +214,8 @@ def _fastest(job: JobSpec, site: Site, fleet: Fleet, counts: Sequence[int]) -> S
 def _too_large(
     job: JobSpec, site: Site, fleet: Fleet, smallest: StepMemory, budget: int
 ) -> StrategyChoice:
-    """Return the shortest pipeline whose stages fit. Raises InvalidInputError if none does."""
+    """Return, for a model too large for one worker, the shortest pipeline whose stages fit. Raises
+    InvalidInputError if none does."""
     need = f"one of {len(fleet)} replicas needs {text_of(smallest.needed)} of {text_of(budget)}"
     for number in range(2, len(fleet) + 1):
         try:
@@ -282,10 +280,8 @@ def _weights(
 
 
 def balanced(weights: Sequence[int], number: int) -> list[range]:
-    """Cut a row of weights into `number` non-empty pieces, the heaviest as light as possible.
-
-    Of equally good cuts, the one with the earliest cuts is taken.
-    """
+    """Cut a list of weights into `number` non-empty parts so that the heaviest part is as light as
+    possible. Of equally good cuts, the one with the earliest cuts is taken."""
     if not 1 <= number <= len(weights):
         raise ValueError(f"{len(weights)} weights cannot make {number} pieces")
     sums = [0]
@@ -329,7 +325,7 @@ class JobRecommendation:
     estimate: StepMemory
     fits: bool
     micro_batch: int
-    """The rows that pass through the model together on one worker."""
+    """The number of rows that pass through the model together on one worker."""
     accumulation_steps: int
     reasons: tuple[str, ...]
 
@@ -448,7 +444,7 @@ def _fleet(
 
 
 def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
-    """Return the strategy that the job names or, if that is open, one that suits these workers."""
+    """Return the job's strategy or, if the job leaves it open, one that suits these workers."""
     num_workers = len(fleet)
     if job.execution.parallelism not in ("None", "Automatic"):
         return choose(job, site, fleet)
@@ -463,7 +459,7 @@ def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
 
 
 def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterator[_Attempt]:
-    """Yield variants of the job, least changed first; each is estimated only when requested."""
+    """Yield variants of the job, least changed first; each is only estimated when requested."""
 
     def attempt(execution: ExecutionSpec, reason: str) -> _Attempt:
         changed = job.altered(execution=execution)
@@ -490,8 +486,8 @@ def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterat
 
 
 def _accumulation(plain: _Attempt, site: Site, budget: int, num_workers: int) -> int | None:
-    """Return the number of micro-batches per worker's share, so that each fits into memory; None if
-    not even one row fits."""
+    """Return the number of micro-batches into which to cut a worker's share so that each fits into
+    memory; None if not even one row fits."""
     job, share = plain.job, rows_of_share(plain.job)
     if share is None or not _is_supported(job.execution.with_changes(gradient=Accumulated(2))):
         return None

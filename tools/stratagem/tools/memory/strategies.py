@@ -54,13 +54,13 @@ from stratagem.worker.process.settings import MAX_BLOB_MEMORY_BYTES
 _DOUBLE: Final = 8
 _SCRATCH_BYTES: Final = 4 * SLICE_ELEMENTS * _DOUBLE
 _MIXING_ARRAYS: Final = 5
-"""The number of float64 arrays of one tensor that exist while copies are mixed."""
+"""The number of float64 arrays of a tensor that exist while copies of gossip nodes are mixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCopies:
-    """The memory for copies of nodes. num_nodes: own nodes and neighbours. held: bytes kept from
-    step to step. moment: further bytes while copies are mixed."""
+    """The memory for copies of gossip nodes' models. num_nodes: own nodes and neighbours. held:
+    bytes kept from step to step. moment: further bytes while copies are mixed."""
 
     num_nodes: int
     held: int
@@ -68,7 +68,7 @@ class NodeCopies:
 
 
 def num_known(topology: str, num_nodes: int, num_members: int, seed: int) -> int:
-    """Return the most nodes that one member handles: its own nodes and their neighbours."""
+    """Return the most gossip nodes that one member handles: its own and their neighbours."""
     try:
         neighbours = graph_of(topology, num_nodes, seed)
     except ValueError as error:
@@ -80,7 +80,7 @@ def num_known(topology: str, num_nodes: int, num_members: int, seed: int) -> int
 
 
 def plain_copies(num_nodes: int, layout: Layout, dtype: torch.dtype) -> NodeCopies:
-    """Return the memory for uncoded copies: buckets under way, and a bucket that is being mixed."""
+    """Return the memory for uncoded copies of nodes: buckets under way, one being mixed."""
     tensors = [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in layout]
     slots = [0] * WINDOW
     for index, bucket in enumerate(plan_buckets(tensors)):
@@ -91,8 +91,8 @@ def plain_copies(num_nodes: int, layout: Layout, dtype: torch.dtype) -> NodeCopi
 
 
 def coded_copies(num_nodes: int, num_own: int, layout: Layout, job: JobSpec) -> NodeCopies:
-    """Return the memory for coded copies: public copies of all nodes, the codec state of own nodes,
-    one payload per node, and scratch to code or mix one copy."""
+    """Return the memory for coded copies of gossip nodes: public copies of all nodes, the codec
+    state of own nodes, one payload per node, and scratch to code or mix one copy."""
     assert job.compression is not None
     codec = codec_memory(job.compression, layout, with_feedback=False)
     raw_bytes = sum(spec.raw_bytes for spec in layout)
@@ -112,8 +112,8 @@ def coded_copies(num_nodes: int, num_own: int, layout: Layout, job: JobSpec) -> 
 
 @dataclass(frozen=True, slots=True)
 class OuterMessages:
-    """The memory for messages of outer gradients. messages: bytes for all own replicas. moment:
-    further bytes while one message is coded."""
+    """The memory for messages of outer gradients, the changes of replicas with local steps.
+    messages: bytes for all own replicas. moment: further bytes while one message is coded."""
 
     messages: int
     moment: int
@@ -122,8 +122,8 @@ class OuterMessages:
 def outer_messages(
     spec: CompressionSpec, layout: Sequence[TensorLayout], num_fragments: int, num_replicas: int
 ) -> OuterMessages:
-    """Measure the memory of outer messages, for num_replicas of one worker and the largest
-    fragment."""
+    """Measure the memory of messages of outer gradients, for num_replicas of one worker and the
+    largest fragment."""
     places = fragments_of([tensor.numel for tensor in layout], num_fragments)
     codecs = [codec_memory(spec, layout[part.start : part.stop]) for part in places]
     return OuterMessages(
@@ -139,7 +139,7 @@ def outer_messages(
 # codec need not change a formula here. The numbers are those of codecs on the host.
 
 _MAX_ELEMENTS: Final = 1 << 20
-"""The elements of the small copy, which is coded in a fraction of a second."""
+"""The number of elements of the small layout that is coded instead, in a fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class CodecMemory:
 
     payload: int
     state: int
-    """The bytes kept from step to step, such as residuals and bases."""
+    """The bytes of a codec's state kept from step to step, such as residuals and bases."""
     scratch: int
     """The bytes used, beyond the payload and the new state, while a shard is coded and decoded."""
 
@@ -156,7 +156,7 @@ class CodecMemory:
 def codec_memory(
     spec: CompressionSpec, layout: Layout, *, with_feedback: bool = True
 ) -> CodecMemory:
-    """Measure the memory of a compression section's codec, for tensors of these shapes."""
+    """Measure the memory of the codec of a section `compression`, for tensors of these shapes."""
     small = scaled_down(layout, _MAX_ELEMENTS)
     times = max(1.0, _numel(layout) / max(1, _numel(small)))
     codec = make_codec(spec, small, 0, with_feedback=with_feedback)
@@ -184,7 +184,7 @@ def codec_memory(
 
 
 def scaled_down(layout: Layout, max_elements: int) -> Sequence[TensorLayout]:
-    """Return a smaller layout with as many dimensions, and about the same shares of elements."""
+    """Return a layout of smaller tensors: as many dimensions, about the same shares of elements."""
     total = _numel(layout)
     if total <= max_elements:
         return layout
@@ -209,26 +209,26 @@ def _numel(layout: Layout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """The costs of one node of a model: bytes of parameters and buffers, and bytes that one pass
-    keeps for backward."""
+    """The costs of one node (module) of a model: bytes of parameters and buffers, and bytes that
+    one pass keeps for backward."""
 
     parameters: int
     buffers: int
     kept: int
     flops: int
-    """The operations of one forward pass: matrix products, convolutions and attention."""
+    """The floating-point operations of a forward pass: matrix products, convolutions, attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageReading:
-    """The memory that the worker of one pipeline stage holds; rows: in each micro-batch."""
+    """The memory that the worker of a pipeline stage holds; rows: those of a micro-batch."""
 
     reading: Reading
     rows: int
     name: str
     """The name of the stage, such as "stage 0 of 2"."""
     kept: str
-    """The passes that the stage keeps, such as "3 micro-batches at one time"."""
+    """The passes whose activations the stage keeps, as in "3 micro-batches at one time"."""
 
 
 def play_stages(
@@ -291,8 +291,8 @@ def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mappi
 
 
 def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
-    """Return the memory of one pipeline stage: parameters, and all that grows with them, as its
-    nodes have them; temporaries as the whole model has them."""
+    """Estimate one pipeline stage from the whole model: parameters, and all that grows with them,
+    by the stage's nodes; temporaries as for the whole model."""
     parameters = sum(node.parameters for node in nodes)
     buffers = 2 * sum(node.buffers for node in nodes)  # the engine keeps a copy
     part = parameters / whole.parameters if whole.parameters else 0.0
@@ -319,23 +319,22 @@ def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
 
 
 def num_received(job: JobSpec, state_bytes: int) -> int:
-    """Return the number of received states of this size that a worker keeps by default; 0 if no
-    clients train."""
+    """Return the number of received states of this size that a worker keeps; 0 without clients."""
     num = NUM_STATES * min(_num_federations(job.strategy), MAX_FEDERATIONS)
     has_room_for = MAX_BLOB_MEMORY_BYTES // max(state_bytes, 1)
     return min(num, max(NUM_STATES, has_room_for))
 
 
 def num_copied(job: JobSpec, update_bytes: int) -> int:
-    """Return the number of updates of this size that are copied until the coordinator has read
-    them: one per federation; 0 if updates are sent instead."""
+    """Return how many updates of this size exist as copies until the coordinator has read them: one
+    per federation; 0 if updates are sent instead."""
     if update_bytes > MAX_COPY_BYTES:
         return 0
     return min(_num_federations(job.strategy), MAX_FEDERATIONS)
 
 
 def _num_federations(strategy: Strategy | None) -> int:
-    """Return the number of federations whose clients are not parties themselves."""
+    """Return the number of federations in a strategy whose clients are single workers."""
     match strategy:
         case PopulationBased(population_size=size, options=options):
             return size * _num_federations(options.inner)
