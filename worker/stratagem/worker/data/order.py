@@ -242,7 +242,7 @@ def _numbers(dataset: Dataset, entrypoints: EntryPoints, name: str, key: str) ->
 
 
 def _as_given(dataset: Dataset) -> Any:
-    """Return the data set that the user's function returned, unwrapped."""
+    """Return the object that the user's data function returned, without the wrapper around it."""
     match dataset:
         case RowDataset():
             return dataset.source

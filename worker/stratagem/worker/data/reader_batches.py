@@ -82,7 +82,8 @@ class Layout:
 
 
 def view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the tensor at this offset of the memory; empty tensors have no place."""
+    """Return the tensor at this byte offset of the memory; a tensor without elements is made
+    anew."""
     num_bytes = shape.numel() * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
@@ -131,7 +132,8 @@ def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
 def _maker(
     module: str, name: str, names: tuple[str, ...], is_list: bool
 ) -> Callable[[list[Any]], Any]:
-    """Return a maker of this tuple or list class; of a similar one if it is not loaded."""
+    """Return a function that makes this tuple or list class from its items; a similar class if this
+    process has not loaded it."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
@@ -150,7 +152,8 @@ def _maker(
 # batches in use at once; one that is too small is replaced.
 
 _SPARE: Final = 8
-"""New segments are larger than needed by 1 / this, since batches differ in size."""
+"""Divisor of a new segment's spare room: it is larger than needed by 1 / this, since batches differ
+in size."""
 
 
 @dataclass(frozen=True, slots=True)

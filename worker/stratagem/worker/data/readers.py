@@ -263,7 +263,8 @@ class ReaderPool:
             num_ahead += 1
 
     def _give(self, order: ReadOrder) -> _Ticket | None:
-        """Give an order to a reader; return None if the pool may have no reader."""
+        """Give an order to one of the readers; return its ticket, or None if there may be no
+        reader."""
         self.start()
         if not self._readers:
             self._coming = iter(())  # nothing is read ahead until more is expected
@@ -384,9 +385,9 @@ class WorkerReaders:
     def _room_for(self, coming: ReaderPool) -> int:
         """Return the number of readers that a pool may have now.
 
-        A new pool takes readers from the largest one, but not its last one. A pool without readers
-        reads in the worker: pools take turns, so taking the last reader would restart readers all
-        the time.
+        A pool that needs more takes them from the largest pool, but never the last one: pools take
+        turns, so they would restart it all the time. The worker itself reads the rows of a pool
+        without readers.
         """
         others = [pool for pool in self._pools.values() if pool is not coming]
         free = self._max_readers - sum(len(pool.pids) for pool in others)

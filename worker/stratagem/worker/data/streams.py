@@ -96,7 +96,7 @@ class StreamDataset:
     part: tuple[int, int] = (0, 1)
     _readers: dict[int, StreamReader] = field(default_factory=dict, compare=False)
     _marks: dict[int, Mark] = field(default_factory=dict, compare=False)
-    """Marks of streams that are not read here."""
+    """Read positions (marks), by stream, of streams that other processes read."""
 
     def __len__(self) -> int:
         """Return 0: rows of a stream are not numbered before they are read."""

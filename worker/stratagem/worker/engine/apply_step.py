@@ -53,8 +53,8 @@ def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
 def after_hook(
     summary: StepSummary, hook: Callable[[], None] | None, again: Callable[[], StepSummary]
 ) -> StepSummary:
-    """Call the user's gradient hook unless loss or gradients are not finite; return the summary of
-    the gradients afterwards, which `again` computes."""
+    """Call the user's gradient hook, if there is one and if loss and gradients are finite; return
+    the step's summary after the hook, which `again` computes."""
     if hook is None or not (summary.is_finite and math.isfinite(summary.loss)):
         return summary
     hook()
@@ -180,11 +180,13 @@ SERIES: Final = "train.lr"
 class ReportedRates:
     """Learning rates of one optimizer's updates, for reports. Used by one thread.
 
-    For a user's optimizer with parameter groups of its own, it is the rate that the job gives.
+    If a user's optimizer makes its parameter groups itself, the reported rate is the one in the
+    job.
     """
 
     def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
-        """spec: None if nothing is trained. turn: name of the turn that uses the optimizer."""
+        """spec: None if nothing is trained. turn: the one of a step's several updates that uses the
+        optimizer."""
         rules = () if spec is None else spec.rules()
         groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
         stem = f"{SERIES}.{turn}" if turn else SERIES
@@ -269,8 +271,8 @@ class StepPolicy:
         *,
         is_spoiled: bool = False,
     ) -> StepSummary:
-        """Summarize a step with the gradients in `.grad`. norms: the result of `parts_of` for them,
-        if known. is_spoiled: they are known not to be finite."""
+        """Summarize a step whose gradients are in `.grad`. norms: the result of `parts_of` for
+        these, if known. is_spoiled: the gradients are known not to be finite."""
         grads = [param.grad for param in self.params if param.grad is not None]
         norm = total_norm(parts_of(grads, self.numerics) if norms is None else norms, self.numerics)
         return StepSummary(loss, weight, norm, not is_spoiled and are_finite(norm, grads))

@@ -204,7 +204,8 @@ def make_setup(
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Setup:
-    """Collect the parts of a trainer, after changing the model as the job's execution demands."""
+    """Collect the parts of a trainer, after changing the model as the job's section `execution`
+    asks."""
     callbacks = make_callbacks(job, entrypoints)
     callbacks.built(model)
     randomness = KeyedRandomness(model, gather.device)

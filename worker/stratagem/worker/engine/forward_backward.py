@@ -165,8 +165,8 @@ def packed(sums: LoggedSums) -> Tensor:
 def unpacked(total: Tensor, own: Sequence[str] | None = None) -> LoggedSums:
     """Decode the sums over all shards. total: the sum of the results of `packed`.
 
-    own: the names that shards of this member have, if it has any. Raises UserCodeError unless all
-    shards have the same names.
+    own: the names that this member's shards have logged; None if it has no shards. Raises
+    UserCodeError unless all shards have the same names.
     """
     if isinstance(total, FakeTensor):
         return {}  # a step that is played for an estimate has no values
@@ -255,7 +255,8 @@ def micro_batches(rows: Rows, cuts: Sequence[range], key: Callable[[int], Key]) 
 
 @dataclass(slots=True)
 class Start:
-    """A cache of backward's initial gradient: the weight, mostly equal in all steps."""
+    """Cache of the gradient with which a backward pass starts: the weight, mostly equal in all
+    steps."""
 
     latest: Tensor | None = None
     weight: float = 0.0
@@ -263,7 +264,8 @@ class Start:
     """True until the first backward pass."""
 
     def of(self, mean: Tensor, weight: float) -> Tensor:
-        """Return the weight as a 0-d tensor like `mean`; reuse the latest one if possible."""
+        """Return the weight as a 0-d tensor like `mean`, if possible the tensor of the last
+        call."""
         latest = self.latest
         if (
             latest is None

@@ -1,4 +1,5 @@
-"""Train the models of one member that are apart from each other, each on its shard of every batch.
+"""Train the models of one member that are independent of each other, each on its shard of every
+batch.
 
 A model is a node that gossips, or a replica that takes local steps; it shares nothing but the job
 with the others. This module makes one local step of each, and their trainer joins them. Used by one
@@ -123,7 +124,7 @@ def prefix_of(kind: str, number: int) -> str:
 
 
 def own_part(kind: str, number: int, named: Mapping[str, Value]) -> dict[str, Value]:
-    """Return one model's entries in the common state; their names lose the model's prefix."""
+    """Return one model's entries of the common state, under names without the model's prefix."""
     prefix = prefix_of(kind, number)
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 

@@ -142,7 +142,8 @@ class SGD(torch.optim.SGD):
         grads: list[Tensor],
         momentum_buffer_list: list[Tensor | None],
     ) -> bool:
-        """Fill the lists with the tensors to update together; update late momenta right here."""
+        """Fill the lists with the tensors to update together; if only some parameters have no
+        momentum yet, update these right here."""
         lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
         has_sparse = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
         if not (group["fused"] and group["momentum"]):

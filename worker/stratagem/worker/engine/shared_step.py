@@ -247,7 +247,8 @@ class Share(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The scalars summed over all live shards; the summed gradients are in `.grad`."""
+    """The scalars summed over all live shards (those with rows); the summed gradients are in
+    `.grad`."""
 
     scalars: StepScalars
     num_live: int
@@ -297,7 +298,8 @@ class SharedStep:
         return (self.setup.job.seed, step, *turn.key, shard, micro_batch)
 
     def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
-        """Return the sums' divisor if it is known before the step; gradients then arrive divided.
+        """Return the divisor of the gradient sums if it is known before the step; gradients then
+        arrive divided.
 
         None if it depends on the weights, or if nothing is divided.
         """
@@ -386,7 +388,8 @@ class SharedStep:
     def _finish_late(
         self, turn: StepTurn, batch: Batch, sums: _Sums, norm: float, is_finite: bool
     ) -> StepReport:
-        """Apply a step on this member alone, once others have sent the missing norm."""
+        """Apply a step on this member alone, once other members have sent the gradient norm that
+        was missing."""
         total = torch.scalar_tensor(norm, dtype=torch.float64)
         summary = StepSummary(sums.scalars.loss, sums.scalars.weight, total, is_finite)
         return self._finish(turn, batch, sums, summary, None)

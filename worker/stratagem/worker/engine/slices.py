@@ -232,8 +232,8 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def _move_to(self, memory: Sequence[Tensor]) -> None:
-        """Move this member's pieces into this memory, bytes for each block of `HeldBlocks`. The
-        mirror's pieces stay where they are, since no other member reads them."""
+        """Move this member's pieces into this memory: one tensor of bytes for each block of
+        `HeldBlocks`. The mirror's pieces stay where they are, since no other member reads them."""
         assert self.held is not None
         by_index = {piece.part.index: piece.flat for piece in self._pieces}
         for parts, flat in zip(self.held.parts[self.rank], memory, strict=True):
@@ -243,17 +243,17 @@ class OptimizerPieces:
                 source.data = room.copy_(source)
 
     def share(self, exchange: SliceExchange) -> bool:
-        """Copy the updated pieces of all members into the parameters of all. Returns as `end_step`
-        does."""
+        """Copy the updated pieces of every member into the parameters on all members; return True
+        if that succeeds, else do as `end_step` does."""
         flats = [piece.flat for piece in self._pieces]
         return self.end_step(partial(exchange.share, flats, self._params))
 
     def end_step(self, tell: Callable[[], None]) -> bool:
-        """End a step by `tell`, a collective call; return True if it succeeds.
+        """End a step by calling `tell`, a collective call; return True if it succeeds.
 
         If it fails, return False with a mirror: the remaining members still have all pieces, and
-        until these are exchanged parameters of others may be a step behind. Without a mirror raise
-        ExchangeError.
+        until they have exchanged them, this member's copies of others' parameters may be a step
+        behind. Without a mirror raise ExchangeError.
         """
         try:
             tell()

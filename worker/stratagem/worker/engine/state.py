@@ -80,8 +80,8 @@ class TrainerState:
     def copied_mirror(
         self, step: int, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State | None:
-        """Return the previous member's `copied` state from the mirror of its slice; None without a
-        mirror."""
+        """Return the result of `copied` of the previous member, made from the mirror of its slice;
+        None without a mirror."""
         if self.pieces is None or not self.pieces.is_mirrored:
             return None
         tensors, metadata = self.live(step)

@@ -75,7 +75,8 @@ class StepTurn:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The turn's part of the random numbers' key, after the step; empty without turns."""
+        """The turn's part of the key of random numbers, which follows the step's; empty without
+        turns."""
         return () if self.number is None else (self.number,)
 
     def begin(self, params: NamedParams) -> None:

@@ -51,7 +51,8 @@ class Tree:
     """One member's messages and additions in the tree for a small bucket, in order."""
 
     up: tuple[Hop | Addition, ...]
-    """The operations up the tree, after which member 0 has the sum in its set 0."""
+    """The operations up the tree, after which member 0 has the sum in its set 0 (first copy of the
+    buckets)."""
     down: tuple[Hop, ...]
     """The messages down the tree, after which all members have the sum."""
 
@@ -59,8 +60,9 @@ class Tree:
 def plan_tree(
     party: ShardOwners, step: StepPlan, flats: Sequence[Tensor], first_tag: int, stage: Tensor
 ) -> Tree:
-    """Return one member's part in the tree. flats: this bucket in every set of the member; stage: a
-    buffer for one message. Uses the tags [first_tag, first_tag + num_shards]."""
+    """Return one member's part in the tree. flats: this bucket in each of the member's sets (copies
+    of all buckets); stage: a buffer for one message. Uses the tags [first_tag, first_tag +
+    num_shards]."""
     rank = party.rank
     held = {
         node: (owner, index)
@@ -70,7 +72,8 @@ def plan_tree(
     up: list[Hop | Addition] = []
 
     def add_up(node: Node) -> tuple[int, int]:
-        """Return (the member that ends up with the node's sum, the set it is in there)."""
+        """Plan the sum of a node of the tree; return (the member that has it then, the index of the
+        set it is in)."""
         if node in held:
             return held[node]
         below = split_node(node)
@@ -202,9 +205,9 @@ def prepare(
     window: int,
     kept: KeptSums | None = None,
 ) -> tuple[Piece, ...]:
-    """Return this member's part in all pieces. Pieces i and i + window share receive buffers, so at
-    most `window` pieces may be in progress. kept: the storage of sums that stay here, if not set
-    0."""
+    """Return this member's part in the exchange of all pieces. Pieces i and i + window share
+    receive buffers, so at most `window` pieces may be in progress. kept: the storage of sums that
+    stay on this member, if that is not set 0."""
     foreign = [
         (peer, node)
         for peer, nodes in enumerate(step.nodes)
@@ -482,7 +485,7 @@ class _DirectRun:
                 self.rest += self._post((), piece.receive_sums)
 
     def _climb(self, piece: Piece, tree: Tree) -> None:
-        """Run a tree up and down, one message at a time, adding in between."""
+        """Pass a small bucket up and down the tree, one message at a time, adding in between."""
         for move in tree.up:
             if isinstance(move, Hop):
                 self._hop(move)

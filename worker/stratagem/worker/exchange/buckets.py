@@ -162,7 +162,8 @@ class GradientBuckets:
             param.grad = None
 
     def fill(self, gradients: Iterable[Tensor]) -> None:
-        """Copy gradients that were computed elsewhere, by parameter, into the present set."""
+        """Copy gradients that were computed elsewhere, in order of parameter, into the present
+        set."""
         if self._filling is None:
             raise RuntimeError("begin comes first")
         for view, gradient in zip(self._filling, gradients, strict=True):

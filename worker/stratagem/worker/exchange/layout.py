@@ -195,7 +195,8 @@ class SetAddition:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One member's shards, sets and additions in a step with num_live shards."""
+    """One member's shards, sets (copies of all buckets) and additions in a step with num_live
+    shards."""
 
     num_live: int
     live: range

@@ -231,9 +231,9 @@ class SecureClient:
         signatures: Mapping[int, bytes],
         sealed: Mapping[int, bytes],
     ) -> dict[int, tuple[bool, bytes]]:
-        """Return for each neighbour and this client one share of a secret, and whether it is of the
-        mask key. signatures: the neighbours', of the same set. sealed: the shares sealed for this
-        client."""
+        """Return one share of a secret of each neighbour and of this client, and whether the secret
+        is the mask key. signatures: the neighbours', of the same set of survivors. sealed: the
+        shares sealed for this client."""
         record = self._shared_record()
         if not record.survivors or record.survivors != tuple(survivors):
             raise RefusedBySiteError(

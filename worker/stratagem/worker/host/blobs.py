@@ -336,8 +336,8 @@ class ReceivedBlobs:
     def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
         """Open the upload of a blob, new or interrupted. The caller resets `is_open`.
 
-        An upload opened by a coordinator of an earlier term is dropped, since that coordinator may
-        be frozen.
+        An upload opened by a coordinator of an earlier leadership term is dropped, since that
+        coordinator may be frozen.
         """
         upload = self._uploads.get((run_id, digest))
         if upload is not None and upload.is_open and upload.term >= term:

@@ -198,7 +198,8 @@ def _printable(text: str) -> str:
 
 
 def _add_status(last: pb.PreviousExit, pid: object, supervisor: str) -> None:
-    """Add the supervisor's "[PID:]STATUS" or "[PID:]stopped" if it is about the same process."""
+    """Add the exit status from the supervisor, "[PID:]STATUS" or "[PID:]stopped", if it is about
+    the same process."""
     of, _, status = supervisor.rpartition(":")
     if not status or (of and of != str(pid)):
         return
