@@ -293,7 +293,8 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """What on_step logged for the latest step, and whether it asks to end the training."""
+    """Answer of the user's on_step for the latest step: logged values, and whether to end the
+    training."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False

@@ -182,7 +182,7 @@ class GossipTrainer:
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate the share's batches on the mean; return their sums."""
+        """Evaluate this member's share of the batches on the mean of the nodes; return the sums."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 

@@ -468,7 +468,7 @@ class LocalStepsTrainer:
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate the share's batches on the common model; return their sums."""
+        """Evaluate this member's share of the batches on the common model; return the sums."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 

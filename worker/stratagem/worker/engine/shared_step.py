@@ -135,7 +135,8 @@ class PhasedUpdate:
         return applied._replace(phase=phase, news=self.phases.take_news())
 
     def _take(self, loss: float, norm: Tensor) -> Tensor:
-        """Show an exact gradient to the phases, which may correct it; return its new norm."""
+        """Show an exact gradient to the phase training, which may correct it; return its new
+        norm."""
         is_correction = self.phases.phase is TrainingPhase.CORRECT
         grads = [param.grad for _, param in self._params]
         self.phases.take(grads, loss)
@@ -270,7 +271,8 @@ class SharedStep:
     update: Update
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
-        """Make the update of one turn over the batch. num_turns: the turns of each step."""
+        """Make one turn (one of the updates of a step) over the batch. num_turns: the turns of each
+        step."""
         exchange = share.exchange
         self.buffers.snapshot()
         self.setup.execution.begin_batch(batch.num_rows)

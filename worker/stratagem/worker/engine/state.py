@@ -217,7 +217,7 @@ class MemberTrainer(Protocol[Exchange_contra]):
         """Return the evaluator of the present state, to be used before the next step."""
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate this member's batches of the share; return their sums."""
+        """Evaluate this member's share of the batches; return the sums."""
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
         """Return this member's state, copied to the CPU. Where members hold different states, only

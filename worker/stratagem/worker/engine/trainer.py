@@ -221,7 +221,7 @@ class Trainer:
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate the share's batches; return their sums."""
+        """Evaluate this member's share of the batches; return the sums."""
         with evaluated(self.job, self._average), constant_buffers(self.model), self._passing():
             parts = self.evaluator().parts_of(share)
         if self.pieces is not None:
@@ -320,7 +320,7 @@ def all_or_none(turns: Sequence[StepTurn], saved: TrainerState, step: int) -> It
 
 
 def _belongs(name: str, of_last: Set[str]) -> bool:
-    """Return whether only the last turn changes this tensor of a state."""
+    """Return whether, of all turns of a step, only the last changes this tensor of a state."""
     if name.startswith(AVERAGE):
         return True
     if name.startswith(state_format.OPTIMIZER):

@@ -183,7 +183,8 @@ class GradientBuckets:
         self._is_further = False
 
     def expose(self) -> Tensor:
-        """Set every param.grad to its sum, in set 0; return the summed extras."""
+        """Set every param.grad to its sum, in set 0; return the summed extras (the step's
+        scalars)."""
         self.tensors(0)
         for index, (param, view) in enumerate(zip(self._params, self._views[0], strict=True)):
             if index in self._are_narrow:
@@ -195,7 +196,7 @@ class GradientBuckets:
         return self._sets[0][-1].to("cpu", copy=True)
 
     def extras(self) -> Tensor:
-        """Drop every param.grad; return the summed extras."""
+        """Drop every param.grad; return the summed extras (the step's scalars)."""
         for param in self._params:
             param.grad = None
         return self._sets[0][-1].to("cpu", copy=True)

@@ -204,7 +204,7 @@ class StepPlan:
     sets: tuple[int, ...]
     """The set for the gradients of each own live shard."""
     folds: tuple[tuple[SetAddition, ...], ...]
-    """The additions after each own live shard."""
+    """The additions to make after each of the member's live shards."""
     nodes: tuple[tuple[Node, ...], ...]
     """Each member's final partial sums, by rank. This member's are in the sets 0, 1, ... in the
     same order."""

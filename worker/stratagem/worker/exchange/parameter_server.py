@@ -49,7 +49,7 @@ class StreamVector:
 
 
 class Freight(Protocol):
-    """The interface of a step's payloads, up and down; the object is reused for each step."""
+    """Interface of a step's payloads to the server and back; the object is reused for each step."""
 
     inbox: list[Tensor]
     """The buffers for the returned values, in order."""
@@ -106,7 +106,8 @@ class SumFreight:
 
 
 class CodedFreight:
-    """Coded messages of the member's shards up; the returned values down, as described above."""
+    """Coded messages of the member's shards to the server; back come the messages of all shards, or
+    if these are more bytes, the sums."""
 
     def __init__(self, buckets: GradientBuckets, compressor: Compressor, rank: int) -> None:
         self._buckets, self._compressor, self._rank = buckets, compressor, rank

@@ -41,8 +41,8 @@ BLOCK_BYTES = 256 << 10
 """Size of a block that is added, divided and copied at once, to fit into a core's cache."""
 
 NUM_WINDOWS = 2
-"""The number of windows: a member launches a bucket when all have launched the previous one, and so
-have added the one before that."""
+"""The number of windows (buffers that buckets use in turn); two are enough, since a member launches
+a bucket when all have launched the previous one, and so have added the one before that."""
 
 MemberSets = Sequence[Sequence[Sequence[Tensor]]]
 """Tensors by rank, set and bucket."""
@@ -137,8 +137,8 @@ class SharedTransport:
         self._error = ""
 
     def _place_sums(self, memory: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return the sums of slices by rank, after moving this member's sums there. memory: the
-        rest of each segment."""
+        """Return each member's sums of its slice, by rank; with a mirror they are moved to shared
+        memory. memory: the part of each segment after the buckets."""
         if self._kept_sums is None or self._kept_sums.mirrored is None or self._owners is None:
             return [sets[0] for sets in self._sets]
         layout, owners = self._buckets.layout, self._owners

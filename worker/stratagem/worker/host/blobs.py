@@ -206,8 +206,8 @@ class BlobUpload:
             raise
 
     def read(self, file: tensor_pb2.OpenFile, limit_s: float) -> None:
-        """Read the offered file if possible and if nothing was received yet; bytes missing after
-        limit_s come as chunks instead. Run it in a thread."""
+        """Read the file that the coordinator offers, if possible and if nothing was received yet;
+        bytes missing after limit_s come over the stream instead. Run it in a thread."""
         if self.writer.received:
             return
         with suppress(IntegrityError, UnreadableFileError):

@@ -63,7 +63,8 @@ class Group:
 
 
 class Endpoint:
-    """A local member as others reach it. `streams` and `was_cut` are used on the event loop."""
+    """A member in this process, as others reach it. `streams` and `was_cut` are used on the event
+    loop."""
 
     def __init__(self, group: Group, max_early_bytes: int) -> None:
         self.group = group

@@ -84,13 +84,15 @@ def take_sums(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Segmen
 
 
 def _recorder(recorded: str, rows: Tensor) -> Recorder:
-    """Continue the sender's recording, which has all rows of the segment so far."""
+    """Continue the recording of the sender, which has all step-history rows of the segment so
+    far."""
     stride, from_step = json.loads(recorded)
     return Recorder.going_on(stride, from_step, unpack(rows.numpy().tobytes()))
 
 
 def held(work: ExecutionContext) -> Trainer | None:
-    """Return the session's trainer, which must be one of a model that all members hold."""
+    """Return the session's trainer, which must be of the kind whose model all members hold
+    alike."""
     trainer = work.holding.trainer
     assert trainer is None or isinstance(trainer, Trainer)  # as the job's strategy says
     return trainer
@@ -201,7 +203,8 @@ def offer(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Freeze a state that others may fetch under this membership until the next step."""
+    """Freeze a state, which members that are behind may fetch under this membership until the next
+    step."""
     work.holding.is_offering = True
     work.post(work.states.set_live, view.membership, freeze(tensors, metadata))
 
@@ -355,7 +358,8 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
 def _gift(
     work: ExecutionContext, survival: Survival, copies: KeptSlices, members: Members, me: int
 ) -> State:
-    """Return copies of the slices that this member gives to others; a donor adds the rest."""
+    """Return copies of the slices that this member gives to others; the donor adds the undivided
+    state."""
     tensors, metadata = copies.given(survival.slices_of(me))
     if me != survival.donor:
         return tensors, metadata
@@ -457,8 +461,8 @@ def _newest_or_base(
 
 
 def share_of(work: ExecutionContext, view: MemberView) -> StateShare | None:
-    """Return the slice of the optimizer's state that this member keeps under the view; None for all
-    of it."""
+    """Return the slice of the optimizer's state that this member keeps under the membership view;
+    None for all of it."""
     strategy = work.job.strategy
     if not partitions_state(strategy):
         return None

@@ -39,14 +39,14 @@ class Survival:
 
 
 def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival | None:
-    """Return the survival to continue from; None if nobody holds anything newer than the base.
+    """Return the surviving slices to continue from; None if nobody holds anything newer than the
+    base.
 
     It is that of the newest division whose slices are all left, after the newest such step. Members
     may be at different divisions: if members change while the state is being divided anew, some
     already hold their new slices, and keep the earlier ones for the others. A member that was cut
-    off may be a step ahead of these.
-
-    Raises SoleCopyLostError if a slice was lost with all members that held it.
+    off may be a step ahead of these. Raises SoleCopyLostError if a slice was lost with all members
+    that held it.
     """
     said = [member.slices for member in members if member.HasField("slices")]
     divisions = {slices.membership for slices in said}

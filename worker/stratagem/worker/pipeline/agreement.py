@@ -129,7 +129,7 @@ class Agreement:
         return Trained(weight.name, tuple(copies))
 
     def _shared(self, rank: int) -> list[Trained]:
-        """Return the own parameters of which that rank holds copies, too."""
+        """Return the parameters of this rank of which that rank holds copies, too."""
         return [weight for weight in self.own if rank in self._holders[weight.name]]
 
     def _gradients_of(self, shared: Sequence[Trained]) -> Message:

@@ -31,7 +31,8 @@ _WAIT: Final = Series("time.exchange_wait_s", observed=True)
 
 
 class StepHistory:
-    """Records and sends the step history of a segment under one view. Used by the torch thread."""
+    """Records and sends the step history of a segment under one membership view. Used by the torch
+    thread."""
 
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int

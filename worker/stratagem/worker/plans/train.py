@@ -82,7 +82,7 @@ class Segment:
     stop_reason: str = ""
     """The reason if the user's code has ended the training; else ""."""
     history: StepHistory | None = None
-    """Records the steps under the present view."""
+    """Records the steps under the present membership view."""
     summary: SegmentSummary | None = None
     """The summary of the segment; None until it has ended and its snapshot is taken."""
     divided_at: int = -1
@@ -144,7 +144,7 @@ def _train_under(
 def _take_steps(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
 ) -> None:
-    """Make steps up to plan.to_step while the view is the current one."""
+    """Make steps up to plan.to_step while the membership view is the current one."""
     trainer, exchange = joined
     segment.engine = exchange.name
     trainer.lower_rates(plan.num_lr_reductions)
@@ -188,7 +188,8 @@ def _take_steps(
 
 
 def _leave_to_show(work: ExecutionContext, trainer: MemberTrainer[Any], report: StepReport) -> None:
-    """Keep a step's report for on_step under the next view, since the parameters are torn now."""
+    """Keep a step's report, so that on_step is called under the next membership view: at present
+    some parameters are still those before the step."""
     if trainer.callbacks.sees_steps:
         work.holding.tally.latest = report.numbers
 
@@ -387,7 +388,7 @@ STOPPED: Final = "on_step has called view.stop()"
 
 
 class StepListener:
-    """Calls on_step on the member that owns the first shard, under one view."""
+    """Calls on_step on the member that owns the first shard, under one membership view."""
 
     def __init__(self, work: ExecutionContext, view: MemberView, callbacks: Callbacks) -> None:
         self._work, self._callbacks = work, callbacks

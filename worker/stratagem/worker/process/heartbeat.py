@@ -223,7 +223,7 @@ class Agent:
                 self.is_registered.clear()
 
     def _see(self, term: int) -> None:
-        """Note that the coordinator has answered, and in which term."""
+        """Note that the coordinator has answered, and its leadership term."""
         self.see_term(term)
         self.heard_s = time.monotonic()
         identify(term=term)
@@ -366,7 +366,7 @@ class Agent:
     def _take(
         self, answer: pb.HeartbeatResponse | pb.HeartbeatStreamResponse, sent_s: float | None
     ) -> None:
-        """Process an answer. sent_s: when the answered heartbeat was sent, if there is one."""
+        """Process an answer to a heartbeat. sent_s: when that was sent, if the answer is to one."""
         if sent_s is not None and answer.time_s:  # an older coordinator does not send it
             self.clock.note(sent_s, time.time(), answer.time_s)
         self._see(answer.term)

@@ -366,7 +366,8 @@ class WorkerServicer(WorkerServiceServicer):
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
     ) -> None:
-        """Check the fence of a call about a session, and remember it if the call is an order."""
+        """Check the fence (term and membership) of a call about a session; remember that of an
+        order."""
         run_id, party = check_run_id(session.run_id), check_party(session.party)
         await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
 

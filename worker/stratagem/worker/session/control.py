@@ -74,7 +74,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
-    """A party at one membership, as one of its members sees it."""
+    """A party at one membership (set of members), as one of its members sees it."""
 
     term: int
     membership: int
@@ -106,7 +106,7 @@ class Control:
     # ---- Calls of the event loop ----
 
     def set_view(self, view: MemberView) -> None:
-        """Set a newer view; cut an exchange under an older one."""
+        """Set a newer membership view; cut an exchange under an older one."""
         self._view = view
         self._cut()
         self._wake()

@@ -184,7 +184,7 @@ class StateStore:
             return {**state.reusable, **mirrored}
 
     def keep_outputs(self, segment: int, outputs: Frozen) -> None:
-        """Keep the inputs of the user's own metrics from the evaluation after a segment."""
+        """Keep the outputs of the evaluation after a segment, for the user's own metrics."""
         self._outputs = (segment, outputs)
 
     def outputs(self, segment: int) -> Frozen:
@@ -333,7 +333,7 @@ class LeafHasher:
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
-        """known: digests of the base's leaves. found: receives those of this state."""
+        """known: digests of the previous snapshot's leaves. found: receives those of this state."""
         self._glimpsing, self._base_digests, self._new_digests = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 

@@ -109,7 +109,8 @@ def decide(
 
 
 def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetime, str]:
-    """Return the acceptance by a rule if its windows are open, else its next opening."""
+    """Return the decision that the rule accepts, if its windows are open; else when they open, also
+    as text."""
     if rule.timezone is None:
         return FitsRule(number, rule)
     zone, windows = ZoneInfo(rule.timezone), [parse_window(text) for text in rule.windows]
