@@ -82,8 +82,7 @@ class Layout:
 
 
 def view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the tensor at this byte offset of the memory; a tensor without elements is made
-    anew."""
+    """Return the tensor at this byte offset of the memory; an empty tensor is made anew."""
     num_bytes = shape.numel() * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
@@ -152,8 +151,7 @@ def _maker(
 # batches in use at once; one that is too small is replaced.
 
 _SPARE: Final = 8
-"""Divisor of a new segment's spare room: it is larger than needed by 1 / this, since batches differ
-in size."""
+"""Divisor of a new segment's spare room: it has 1 / this more than needed, as batches differ."""
 
 
 @dataclass(frozen=True, slots=True)

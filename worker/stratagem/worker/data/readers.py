@@ -263,8 +263,7 @@ class ReaderPool:
             num_ahead += 1
 
     def _give(self, order: ReadOrder) -> _Ticket | None:
-        """Give an order to one of the readers; return its ticket, or None if there may be no
-        reader."""
+        """Give an order to a reader; return its ticket, or None if there may be no reader."""
         self.start()
         if not self._readers:
             self._coming = iter(())  # nothing is read ahead until more is expected

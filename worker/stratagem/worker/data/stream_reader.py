@@ -222,8 +222,7 @@ class StreamReader:
             yield from block
 
     def mark(self) -> Mark:
-        """Return a mark (position to read from again) at the last row, or before it in its
-        block."""
+        """Return a mark (position to read from again) at the last row or before, in its block."""
         return self._mark if self._ready else self._here()
 
     def add_mark(self, mark: Mark) -> None:

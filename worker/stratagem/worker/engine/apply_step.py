@@ -67,8 +67,7 @@ def after_hook(
 
 
 def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
-    """Return the factor of all learning rates for the update after `step` updates, of `num_steps`
-    in all."""
+    """Return the factor of all learning rates after `step` updates, of `num_steps` in all."""
     if spec.schedule is None or spec.schedule.entrypoint is not None:
         return 1.0
     return schedule_factor(spec.schedule, step, num_steps)
@@ -121,7 +120,7 @@ def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _share_of_period(spec: ScheduleSpec, step: int) -> float:
-    """Return how much of the current period of `restarts` is over, from 0 to 1."""
+    """Return how much of the current period of the schedule `restarts` is over, from 0 to 1."""
     period = spec.period_steps or 1
     factor = spec.period_factor or 1
     if factor == 1:
@@ -185,8 +184,7 @@ class ReportedRates:
     """
 
     def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
-        """spec: None if nothing is trained. turn: the one of a step's several updates that uses the
-        optimizer."""
+        """spec: None if nothing is trained. turn: which of a step's updates is the optimizer's."""
         rules = () if spec is None else spec.rules()
         groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
         stem = f"{SERIES}.{turn}" if turn else SERIES

@@ -82,8 +82,7 @@ class StepView:
     wants_end: bool = False
 
     def log(self, name: str, value: float) -> None:
-        """Record a number in the series `train.<name>`, which keeps the latest value of each
-        segment."""
+        """Record a number in the series `train.<name>`; each segment reports the latest value."""
         add_logged(self.logged, name, value)
 
     def stop(self) -> None:
@@ -293,8 +292,7 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """Answer of the user's on_step for the latest step: logged values, and whether to end the
-    training."""
+    """Answer of on_step for the latest step: logged values, and whether to end the training."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False

@@ -57,8 +57,7 @@ _REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at in
 def raise_with_names(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> NoReturn:
-    """Raise the error of a backward pass again, with the names of the parameters whose gradients it
-    is about."""
+    """Raise a backward pass's error again, with the names of the parameters it is about."""
     named = list(named)
     refuse_sparse_gradients(named)
     names = _names_in(error, roots, named)
@@ -72,8 +71,7 @@ def raise_with_names(
 def _names_in(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> list[str]:
-    """Return the names of the parameters whose gradients the error is about; none for other
-    errors."""
+    """Return the names of the parameters whose gradients the error is about, if any."""
     refused = _REFUSED.search(str(error))
     if refused is None:
         return []
@@ -255,8 +253,7 @@ def micro_batches(rows: Rows, cuts: Sequence[range], key: Callable[[int], Key]) 
 
 @dataclass(slots=True)
 class Start:
-    """Cache of the gradient with which a backward pass starts: the weight, mostly equal in all
-    steps."""
+    """Cache of the gradient with which backward starts: the weight, mostly equal in all steps."""
 
     latest: Tensor | None = None
     weight: float = 0.0
@@ -264,8 +261,7 @@ class Start:
     """True until the first backward pass."""
 
     def of(self, mean: Tensor, weight: float) -> Tensor:
-        """Return the weight as a 0-d tensor like `mean`, if possible the tensor of the last
-        call."""
+        """Return the weight as a 0-d tensor like `mean`, if possible that of the last call."""
         latest = self.latest
         if (
             latest is None

@@ -231,8 +231,7 @@ class GossipTrainer:
 
 
 def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
-    """Return a flattened table with one row per node: `values` in this node's row, zeros in all
-    others."""
+    """Return a flattened table with a row per node: `values` in this node's row, else zeros."""
     table = torch.zeros(num_nodes, len(values), dtype=torch.float64)
     table[number] = torch.tensor(values, dtype=torch.float64)
     return table.reshape(-1)

@@ -114,7 +114,7 @@ def recorded_part(kind: str, number: int, report: LocalReport) -> PartReport:
 
 
 def in_training(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers keyed by training series instead of by plain name."""
+    """Return the numbers keyed by the names of training series: `train.<name>`."""
     return {f"train.{name}": value for name, value in numbers.items()}
 
 
@@ -177,8 +177,7 @@ class LocalModels:
             raise InvalidInputError.at("model", "has no trainable parameter")
 
     def check_form(self) -> None:
-        """Raise UserCodeError if training has changed a model's set of tensors; called before
-        joining."""
+        """Raise UserCodeError if training has changed a model's tensors; called before joining."""
         for model in self.by_number.values():
             model.saved.form.check()
 

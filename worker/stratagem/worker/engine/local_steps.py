@@ -183,8 +183,7 @@ class OuterSteps:
             so_far.logged = added(so_far.logged, unpacked(sums.rest[last:], None))
 
     def end_segment(self, step: int) -> JoinedSums:
-        """Wait for the sums that are in transfer, to be applied later; return the sums since the
-        last call."""
+        """Wait for sums in transfer, to be applied later; return the sums since the last call."""
         for index in range(len(self.fragments)):
             self._arrive(index, step)
         sums, self._sums = self._sums, JoinedSums()
@@ -262,8 +261,7 @@ class OuterFragment:
 
     @property
     def is_in_flight(self) -> bool:
-        """True from the cut, which starts the sums over the replicas, to the update that applies
-        them."""
+        """True from the cut, which starts the sums, to the update that applies them."""
         return self._under_way is not None or self.sums is not None
 
     def cut(self, exchange: GradientReducer, step: int, rest: Mapping[int, Tensor]) -> None:

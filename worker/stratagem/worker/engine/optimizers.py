@@ -362,7 +362,6 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def clip(params: Sequence[Tensor], max_norm: float | None, norm: Tensor) -> None:
-    """Scale all gradients so that their joint 2-norm is at most `max_norm`. norm: their present
-    norm (0-d)."""
+    """Scale all gradients so that their joint 2-norm, now `norm` (0-d), is at most `max_norm`."""
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)

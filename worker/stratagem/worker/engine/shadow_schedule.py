@@ -235,8 +235,7 @@ def _decoded(value: Any) -> Any:
 def shadow_schedule(
     spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints
 ) -> ShadowSchedule | None:
-    """Make the learning-rate schedule of the user's that a job names; return None if it names
-    none."""
+    """Make the user's learning-rate schedule that a job names; return None if it names none."""
     if spec.schedule is None or spec.schedule.entrypoint is None:
         return None
     return ShadowSchedule(spec, num_steps, entrypoints)

@@ -154,7 +154,7 @@ class Exchange(Protocol):
 
     @property
     def name(self) -> str:
-        """Names of the engines and methods in use, for people."""
+        """Names of the engines and methods in use, for display."""
 
     @property
     def shares_memory(self) -> bool:

@@ -248,7 +248,7 @@ class Trainer:
 
     @cached_property
     def buckets(self) -> GradientBuckets:
-        """The storage of exchanged gradients; it outlives memberships."""
+        """The buckets through which gradients are exchanged; they outlive memberships."""
         bucket_bytes = BUCKET_BYTES if self.compressor is None else CODED_BUCKET_BYTES
         is_full = self.share is not None and self.share.is_full and self.share.size > 1
         return GradientBuckets(

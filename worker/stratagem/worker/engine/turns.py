@@ -75,8 +75,7 @@ class StepTurn:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The turn's part of the key of random numbers, which follows the step's; empty without
-        turns."""
+        """The turn's part of the key of random numbers, after the step's; empty without turns."""
         return () if self.number is None else (self.number,)
 
     def begin(self, params: NamedParams) -> None:

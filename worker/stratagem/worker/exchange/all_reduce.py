@@ -51,8 +51,7 @@ class Tree:
     """One member's messages and additions in the tree for a small bucket, in order."""
 
     up: tuple[Hop | Addition, ...]
-    """The operations up the tree, after which member 0 has the sum in its set 0 (first copy of the
-    buckets)."""
+    """The operations up the tree, which bring the sum to member 0's set 0 (copy of the buckets)."""
     down: tuple[Hop, ...]
     """The messages down the tree, after which all members have the sum."""
 
@@ -72,8 +71,7 @@ def plan_tree(
     up: list[Hop | Addition] = []
 
     def add_up(node: Node) -> tuple[int, int]:
-        """Plan the sum of a node of the tree; return (the member that has it then, the index of the
-        set it is in)."""
+        """Plan a node's sum; return (the member that has it then, the index of its set there)."""
         if node in held:
             return held[node]
         below = split_node(node)
@@ -446,8 +444,8 @@ class _DirectRun:
         self.turn.wait(self.rest)
 
     def _has_window(self, bucket: int, index: int) -> bool:
-        """Return whether a bucket is in its window, or may be copied there while piece `index` is
-        the first not yet added."""
+        """Return whether a bucket is in its window (send buffer). If the window is free, while
+        piece `index` is the first not yet added, the bucket is copied there."""
         if self.lent is None or bucket < self.num_filled:
             return True
         before = bucket - NUM_WINDOWS
@@ -462,8 +460,8 @@ class _DirectRun:
         return True
 
     def _send_ready(self, index: int) -> None:
-        """Send piece `index` once its bucket was launched, and later pieces that are ready and fit
-        the window."""
+        """Send piece `index` after its bucket's launch, and later ready ones that fit the
+        window."""
         last = min(index + self.window, len(self.pieces))
         if not self.link.in_order:
             while len(self.receives) < last:

@@ -162,8 +162,7 @@ class GradientBuckets:
             param.grad = None
 
     def fill(self, gradients: Iterable[Tensor]) -> None:
-        """Copy gradients that were computed elsewhere, in order of parameter, into the present
-        set."""
+        """Copy gradients computed elsewhere, in order of parameter, into the present set."""
         if self._filling is None:
             raise RuntimeError("begin comes first")
         for view, gradient in zip(self._filling, gradients, strict=True):
@@ -183,8 +182,7 @@ class GradientBuckets:
         self._is_further = False
 
     def expose(self) -> Tensor:
-        """Set every param.grad to its sum, in set 0; return the summed extras (the step's
-        scalars)."""
+        """Set every param.grad to its sum, in set 0; return the summed extras (scalars)."""
         self.tensors(0)
         for index, (param, view) in enumerate(zip(self._params, self._views[0], strict=True)):
             if index in self._are_narrow:

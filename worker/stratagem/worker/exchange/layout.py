@@ -195,8 +195,7 @@ class SetAddition:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One member's shards, sets (copies of all buckets) and additions in a step with num_live
-    shards."""
+    """One member's shards, sets (copies of all buckets) and additions, for num_live shards."""
 
     num_live: int
     live: range
@@ -288,8 +287,7 @@ def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
 
 
 class FewGradients:
-    """A faster `parts_of` with the same bits, for small gradients on the CPU, with preallocated
-    buffers."""
+    """Faster `parts_of` for small gradients on the CPU: the same bits, by preallocated buffers."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         """Allocate the buffers. shapes: at most one block each."""

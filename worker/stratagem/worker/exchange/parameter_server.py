@@ -378,7 +378,7 @@ class ServerTransport:
                 self._waiters.pop(waiter, None)
 
     def _notify(self) -> None:
-        """Wake both sides; requires the lock `_changed`."""
+        """Wake the torch thread and the event loop's waiters; requires the lock `_changed`."""
         self._changed.notify_all()
         for waiter, loop in self._waiters.items():
             if not loop.is_closed():

@@ -164,8 +164,7 @@ def keep_sums(
 def shared_bytes(
     kept: KeptSums | None, layout: BucketLayout, owners: SliceOwners | None, size: int
 ) -> list[int]:
-    """Return by rank the bytes of shared memory that `kept_in` needs; 0 if sums are not
-    mirrored."""
+    """Return by rank the shared bytes that `kept_in` needs; 0 if sums are not mirrored."""
     if kept is None or kept.mirrored is None or owners is None:
         return [0] * size
     return [sum(up for _, up in _places(layout, owners, rank)) for rank in range(size)]
@@ -182,7 +181,7 @@ def kept_in(memory: Tensor, layout: BucketLayout, owners: SliceOwners, rank: int
 
 
 def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[int, int]]:
-    """Return for each bucket the size of a member's sums in bytes, without and with padding."""
+    """Return for each bucket the bytes of a member's sums, without and with padding."""
     widths = [bucket.dtype.itemsize for bucket in layout.buckets]
     ranges = [slices[rank] for slices in owners.slices]
     sizes = [(b - a) * width for (a, b), width in zip(ranges, widths, strict=False)]

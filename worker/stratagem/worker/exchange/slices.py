@@ -56,8 +56,7 @@ class SliceExchange:
             flat[start:stop].div_(divisor)
 
     def sums(self) -> list[Tensor]:
-        """Return the flat sums of this member's parts, in order: views of the exchange's
-        storage."""
+        """Return the flat sums of this member's parts, in order: views of exchanged storage."""
         if self._kept_sums is not None:
             return [_kept_part_of(self._kept_sums, part) for part in self._parts]
         return [_part_of(self._buckets.tensors(0), part) for part in self._parts]

@@ -358,8 +358,7 @@ class SecureClient:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def _context(self, record: RoundRecord, owner: int) -> bytes:
-        """Return the bytes to which the sealing of shares is bound: their owner, and the round's
-        members."""
+        """Return the bytes that bind the sealed shares to their owner and the round's members."""
         members = self._round.of_members(record.members, bytes.fromhex(record.ring_seed))
         return self._round.transcript("holders", owner, members)
 

@@ -211,7 +211,7 @@ def _add_status(last: pb.PreviousExit, pid: object, supervisor: str) -> None:
 
 
 def _add_fault(last: pb.PreviousExit, faults: Path) -> None:
-    """Add the signal, and the line of the job's code, from faulthandler's output."""
+    """Add the fatal signal, and the line of the job's code, from faulthandler's output."""
     try:
         lines = faults.read_text(errors="replace").splitlines()
     except OSError:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 # The rules are pure functions.
 
 USUAL: Final = 2.0
-"""A stay is long if it exceeds the longest earlier one by this factor."""
+"""A thread's stay at one activity is long if it exceeds the longest earlier one by this factor."""
 AGAIN: Final = 1.5
 """A stall is reported again when its duration has grown by this factor."""
 LATE: Final = 10.0
@@ -99,7 +99,7 @@ class StackFrame(NamedTuple):
 
     @property
     def place(self) -> str:
-        """File, line and function, for people."""
+        """File, line and function, for display."""
         return f"{self.file.rpartition('/')[2]}, line {self.line}, in {self.function}"
 
 

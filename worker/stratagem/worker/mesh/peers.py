@@ -63,8 +63,7 @@ class Group:
 
 
 class Endpoint:
-    """A member in this process, as others reach it. `streams` and `was_cut` are used on the event
-    loop."""
+    """A member in this process as others reach it; streams and was_cut are the event loop's."""
 
     def __init__(self, group: Group, max_early_bytes: int) -> None:
         self.group = group

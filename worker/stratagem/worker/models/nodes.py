@@ -39,8 +39,7 @@ class Trained:
         return self.copies[0].param
 
     def gradient(self) -> Tensor | None:
-        """Return the sum of the copies' gradients, added from the last copy on; None without
-        any."""
+        """Return the sum of the copies' gradients, from the last copy on; None without any."""
         return add_uses(copy.param.grad for copy in self.copies)
 
     def forget(self) -> None:

@@ -48,8 +48,7 @@ class _Hook:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The seeding of modules that compiled code skips in one computation, as their hooks are idle
-    (removed)."""
+    """The seeding of modules that compiled code skips in one computation: their hooks are idle."""
 
     skipped: Mapping[int, int]
     """Number of calls of modules with idle hooks, keyed by a hash of the name."""

@@ -232,8 +232,7 @@ class Objective(Protocol):
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Compute the loss of a batch without gradients. wants_output: return output and target,
-        too."""
+        """Compute a batch's loss without gradients. wants_output: return output and target, too."""
 
 
 @dataclass(frozen=True, slots=True)

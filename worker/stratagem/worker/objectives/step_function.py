@@ -54,8 +54,7 @@ def batch_of(x: Any, y: Any) -> Any:
 
 @dataclass(slots=True)
 class _Watch:
-    """Tells the parameters' hooks whether a step function runs; the hooks must not refer to the
-    model."""
+    """Tells parameters' hooks whether a step function runs; these must not refer to the model."""
 
     is_on: bool = False
 

@@ -120,8 +120,7 @@ def leave(work: ExecutionContext) -> None:
 def _meet(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
 ) -> tuple[Link | SharedGroup | None, Members]:
-    """Wait for all members of the membership view; return (link, for AllReduce; members'
-    messages)."""
+    """Wait for all members of the membership view; return (link, for AllReduce; their messages)."""
     this_member = coordinator_pb2.RendezvousMember(
         applied_step=work.holding.applied_step,
         address=work.host.address,

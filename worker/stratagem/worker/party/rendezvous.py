@@ -66,8 +66,7 @@ def meet(
 
 
 def suspect(work: ExecutionContext, view: MemberView, reason: str) -> None:
-    """Report to the coordinator that the exchange of this membership failed; it looks for the
-    cause."""
+    """Report to the coordinator that this membership's exchange failed; it looks for the cause."""
     request = coordinator_pb2.SuspectRequest(
         fence=fence_of(view), session=session_of(work), reason=reason[:1000]
     )

@@ -84,22 +84,20 @@ def take_sums(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Segmen
 
 
 def _recorder(recorded: str, rows: Tensor) -> Recorder:
-    """Continue the recording of the sender, which has all step-history rows of the segment so
-    far."""
+    """Continue the sender's recording, which has all step-history rows of the segment so far."""
     stride, from_step = json.loads(recorded)
     return Recorder.going_on(stride, from_step, unpack(rows.numpy().tobytes()))
 
 
 def held(work: ExecutionContext) -> Trainer | None:
-    """Return the session's trainer, which must be of the kind whose model all members hold
-    alike."""
+    """Return the session's trainer, which must be one whose model is alike on all members."""
     trainer = work.holding.trainer
     assert trainer is None or isinstance(trainer, Trainer)  # as the job's strategy says
     return trainer
 
 
 def load_base(work: ExecutionContext, base: pb.StateRef, share: StateShare | None) -> Trainer:
-    """Load the base state into the session."""
+    """Load the base (the committed state from which the plan begins) into the session."""
     if base.digest:
         trainer = load(work, *work.base_state(base), share)
     else:
@@ -203,8 +201,7 @@ def offer(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Freeze a state, which members that are behind may fetch under this membership until the next
-    step."""
+    """Freeze a state, which other members may fetch under this membership until the next step."""
     work.holding.is_offering = True
     work.post(work.states.set_live, view.membership, freeze(tensors, metadata))
 
@@ -358,8 +355,7 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
 def _gift(
     work: ExecutionContext, survival: Survival, copies: KeptSlices, members: Members, me: int
 ) -> State:
-    """Return copies of the slices that this member gives to others; the donor adds the undivided
-    state."""
+    """Return copies of the slices that this member gives; the donor adds the undivided state."""
     tensors, metadata = copies.given(survival.slices_of(me))
     if me != survival.donor:
         return tensors, metadata

@@ -30,7 +30,7 @@ class Survival:
     """True if the step's gradient was finite; like the norm, as the donor reports it."""
 
     def slices_of(self, rank: int) -> list[int]:
-        """Return the slices that this member gives."""
+        """Return the slices that this member gives to the others."""
         return [number for number, source in enumerate(self.sources) if source == rank]
 
     @property

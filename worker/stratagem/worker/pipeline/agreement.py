@@ -217,15 +217,15 @@ class StageExchange:
     """The reducer that sums gradients over `column` and owns it."""
     reduce: Reduce = only_shard
     activations: str = ""
-    """Name of the engine that carries activations, for people."""
+    """Name of the engine that carries activations, for display."""
     schedule_text: Callable[[], str] = str
-    """Returns the name of the schedule in use, for people; it may change between steps."""
+    """Returns the name of the schedule in use, for display; it may change between steps."""
     columns: str = ""
-    """Name of the engine for gradients between replicas, for people; empty without any."""
+    """Name of the engine for gradients between replicas, for display; empty without any."""
 
     @property
     def name(self) -> str:
-        """Names of the engines in use and of the schedule, for people."""
+        """Names of the engines in use and of the schedule, for display."""
         text = self.schedule_text()
         order = f" {text}" if text else ""
         return f"{self.activations}{order}{self.columns}"

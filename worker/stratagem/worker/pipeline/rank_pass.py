@@ -1,7 +1,7 @@
 """Run one pass of a rank through its list of actions: compute, send at once, wait only when needed.
 
-Owns addresses, the micro-batches that are under way on this rank, and the messages between stages
-of the same rank. Must not know the optimizer.
+The module has the addresses, the micro-batches that are under way on this rank, and the messages
+between its stages. It does not know the optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

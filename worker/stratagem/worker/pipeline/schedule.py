@@ -111,8 +111,7 @@ class Meter:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward and backward of the fastest micro-batch; slower ones include warm-up
-        and noise."""
+        """Seconds of forward and backward of the fastest micro-batch, without warm-up and noise."""
         return sum(min(seconds) for seconds in self.seconds.values())
 
     def _now(self) -> float:
@@ -157,7 +156,7 @@ def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
 
 
 def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
-    """Return the median seconds of a one-way message; 0 on the higher rank. The lower rank sends
+    """Return a one-way message's median seconds; 0 on the higher rank. The lower one sends
     first."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)

@@ -2,8 +2,8 @@
 
 Always measured, so it has to cost next to nothing: two looks at a clock around what is computed for
 a micro-batch. On a GPU, which works while the host goes on, events in its stream take their place
-and are read when the step has ended; nothing is waited for in between. Must not know what a stage
-computes.
+and are read when the step has ended; nothing is waited for in between. The module does not know
+what a stage computes.
 """
 
 import time

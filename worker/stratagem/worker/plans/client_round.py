@@ -191,7 +191,7 @@ class _Trained:
 
 
 def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
-    """Train one client from the base; the update becomes the snapshot of the round."""
+    """Train a client from the base (a global state); the update becomes the round's snapshot."""
     started_s = time.monotonic()
     work.set_activity("training")
     federation = work.key.party.rpartition("/")[0]

@@ -235,8 +235,7 @@ class PlanExecution:
             self.start()
 
     def _is_outdated(self) -> bool:
-        """Return whether the result belongs to an older membership view; errors of the user stay
-        valid."""
+        """Return whether the result is of an older membership view; user errors stay valid."""
         result = self._work.outbox.result
         kind = result.WhichOneof("outcome") if result is not None else None
         if kind == "interrupted":
@@ -437,7 +436,7 @@ _TORCH: Final = str(Path(torch.__file__).parent)
 _TORCHS_HOST: Final = tuple(f"{_TORCH}/{part}" for part in ("serial", "multiproc", "distributed/"))
 """Parts of torch that handle files, processes and peers instead of numbers."""
 _NO_CALLS: Final = ("RAISE_VARARGS", "RERAISE", "FOR_ITER")
-"""Bytecodes whose errors do not come from a C++ function of torch."""
+"""Bytecodes that raise errors without a call, so not errors of a C++ function of torch."""
 
 
 @contextmanager

@@ -31,8 +31,7 @@ _WAIT: Final = Series("time.exchange_wait_s", observed=True)
 
 
 class StepHistory:
-    """Records and sends the step history of a segment under one membership view. Used by the torch
-    thread."""
+    """Sends the step history of a segment under one membership view. Used by the torch thread."""
 
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int

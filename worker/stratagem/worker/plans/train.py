@@ -86,7 +86,7 @@ class Segment:
     summary: SegmentSummary | None = None
     """The summary of the segment; None until it has ended and its snapshot is taken."""
     divided_at: int = -1
-    """The membership whose slices are in the snapshot; -1 if the state is not divided."""
+    """The membership whose members hold the snapshot's slices; -1 if it is not divided."""
     kept: str = ""
     """SHA-256 of the file to which this member has written what only it holds; "" without one."""
     streams: dict[int, str] = field(default_factory=dict)
@@ -333,8 +333,7 @@ def _check_finite(
 
 
 def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalStepsTrainer) -> str:
-    """Write the state that only this member has to a file; return its digest. Old files are
-    deleted."""
+    """Write the state that only this member has to a file; return its digest. Deletes old files."""
     files, run_id = work.host.kept, work.key.run_id
     files.drop_before(run_id, plan.base.segment)
     digest = files.write(run_id, work.segment, trainer.copy_state(is_first=False))

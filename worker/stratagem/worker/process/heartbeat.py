@@ -70,8 +70,7 @@ class BeatStream:
     is_over: Callable[[], bool]
     """Returns whether to stop sending heartbeats."""
     on_answer: Callable[[pb.HeartbeatStreamResponse, float | None], None]
-    """Called with each answer, and the time of sending the answered heartbeat, or None without
-    one."""
+    """Called with each answer, and when the answered heartbeat was sent, None without one."""
     num_answered: int = 0
     _num_sent: int = 0
     _says_drain: bool = False

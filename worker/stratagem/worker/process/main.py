@@ -349,8 +349,7 @@ def _unknown(stop: Stop, run_id: str) -> None:
 
 
 def _look_at_states(host: Host, store_id: str) -> None:
-    """Compare the folder of states with the coordinator's, in a thread, since file systems may be
-    slow."""
+    """Compare the folder of states with the coordinator's, in a thread, as disks may be slow."""
     folder = None if host.states is None else host.states.folder
     host.loop.run_in_executor(None, say_mismatch, folder, store_id)
 

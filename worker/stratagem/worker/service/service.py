@@ -194,8 +194,8 @@ class WorkerServicer(WorkerServiceServicer):
                 yield response
 
     def _note_offer(self, request: pb.GetStateRequest, state: Frozen, *, has_copy: bool) -> bool:
-        """Note that a snapshot is offered as a copy; return whether an earlier copy could not be
-        read, whose bytes count as sent already."""
+        """Note whether a snapshot is offered as a copy; return whether the caller could not read an
+        earlier copy, whose bytes were counted as sent."""
         if request.WhichOneof("which") != "snapshot" or request.offset:
             return False
         states = self.sessions.get(request.session).states
@@ -366,8 +366,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
     ) -> None:
-        """Check the fence (term and membership) of a call about a session; remember that of an
-        order."""
+        """Check the fence (term, membership) of a session's call; of an order, remember it."""
         run_id, party = check_run_id(session.run_id), check_party(session.party)
         await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
 

@@ -106,7 +106,7 @@ class Sessions:
         self.fences = FenceGuard()
 
     def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
-        """Return the execution of a request, with the request attached; None if there is none."""
+        """Return the execution of a request, after attaching it there; None if there is none."""
         session = self._sessions.get(key_from(request.session))
         execution = session.find(key_of(request)) if session is not None else None
         if execution is not None:
@@ -343,8 +343,7 @@ ASK_TIMEOUT_S: Final = 0.9
 
 
 class FenceGuard:
-    """Refuses calls of an older leadership term or membership than the highest so far. Used on the
-    event loop."""
+    """Refuses calls of an older leadership term or membership. Used on the event loop."""
 
     def __init__(self) -> None:
         self._term = 0

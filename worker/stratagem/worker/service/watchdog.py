@@ -69,9 +69,9 @@ class Watchdog:
     _wanted_s: float | None = None
     """Time since which others wait for the thread, whose work is not needed; None if none do."""
     _reported: list[PlanExecution] = field(default_factory=list)
-    """The plans to which the present stay was reported."""
+    """The plans that have got a report of the thread's present stay at one activity."""
     _told_s: float = 0.0
-    """Duration of the present stay when it was last reported."""
+    """Duration of the thread's present stay at one activity when it was last reported."""
     _is_stuck: bool = False
     _has_failed: bool = False
 
@@ -95,8 +95,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _try_to_look(self, now_s: float) -> None:
-        """Check the thread. Errors are logged, since a bug here or odd user code must not end the
-        process."""
+        """Check the thread; log errors, since a bug or odd user code must not end the process."""
         try:
             self.look(now_s)
         except Exception as error:  # the supervisor of the torch thread: it looks again

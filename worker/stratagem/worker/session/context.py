@@ -138,7 +138,7 @@ class SessionState:
     exchange: Exchange | None = None
     """The exchange of the trainer's steps; None between memberships."""
     membership: int = -1
-    """The membership of the exchange."""
+    """The number of the set of members with which `exchange` was formed."""
     inference: tuple[str, Inference] | None = None
     """(digests of the loaded state, the model that evaluates it); None without one."""
     data_version: str = ""

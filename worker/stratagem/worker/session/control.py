@@ -174,8 +174,8 @@ class Control:
     # ---- Calls of the torch thread ----
 
     def hold(self, exchange: Cuttable, membership: int) -> None:
-        """Register the exchange, which is cut from now on by a newer view, by an interrupt, and
-        when a call that it needs is gone."""
+        """Register the exchange, which is cut from now on by a newer membership view, by an
+        interrupt, and when a call that it needs is gone."""
         with self._cut_lock:
             self._held = (exchange, membership)
         self._cut()
@@ -262,7 +262,7 @@ MAX_LOG_LINES: Final = 1000
 
 @dataclass(slots=True)
 class _Parts:
-    """The position of one call in the sequence of step-history parts."""
+    """The position of one attached call in the sequence of step-history parts."""
 
     taken_from: list[pb.HistoryPart]
     num_taken: int = 0

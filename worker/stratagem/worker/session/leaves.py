@@ -173,8 +173,7 @@ log = structlog.get_logger()
 
 
 def check_header(header: pb.WriteLeavesHeader) -> None:
-    """Raise InvalidInputError for a rank beyond the number of ranks, or an invalid name of the
-    upload."""
+    """Raise InvalidInputError for a rank beyond num_ranks, or an invalid name of the upload."""
     if not _UPLOAD.fullmatch(header.upload):
         text = f"{header.upload[:80]!r} is not TERM-TOKEN, 10 digits and 16 of 0-9, a-f"
         raise InvalidInputError.at("upload", text)

@@ -236,7 +236,7 @@ class SentState:
 
 
 def without_same(state: Frozen, base: Frozen) -> SentState:
-    """Leave out the tensors that are equal in the base. Run it in a thread."""
+    """Leave out what equals the base, a state that the receiver has. Run it in a thread."""
     same = same_bytes(state.manifest, state.buffers, base.manifest, base.buffers)
     sent = [
         pb.SameBytes(offset=span.offset, base_offset=span.base_offset, size=span.size)
@@ -260,7 +260,7 @@ class KeptSlices:
     """Copies of a member's slices of the previous division of the state."""
 
     membership: int
-    """The membership of the previous division."""
+    """The membership among whose members the state was divided before."""
     size: int
     """The number of slices in that division."""
     step: int

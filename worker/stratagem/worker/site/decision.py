@@ -109,8 +109,7 @@ def decide(
 
 
 def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetime, str]:
-    """Return the decision that the rule accepts, if its windows are open; else when they open, also
-    as text."""
+    """Return the rule's acceptance if its windows are open, else (time of opening, its text)."""
     if rule.timezone is None:
         return FitsRule(number, rule)
     zone, windows = ZoneInfo(rule.timezone), [parse_window(text) for text in rule.windows]

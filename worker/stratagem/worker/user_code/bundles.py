@@ -317,7 +317,7 @@ FORMS: Final = "none, signed:FILE, digests:FILE or any"
 
 
 class CodePolicy:
-    """The policy of `--allow-code`. Raises InvalidInputError for a malformed text, or an unusable
+    """The policy of `--allow-code`. Raises InvalidInputError for malformed text or unusable
     file."""
 
     def __init__(self, text: str = "none") -> None:
