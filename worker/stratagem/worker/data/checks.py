@@ -202,7 +202,7 @@ def _row(value: Any, number: int) -> Any:
 
 
 def _numbers(num_rows: int, wanted: int) -> list[int]:
-    """Return the numbers of the first row, the last one, and some in between, each once."""
+    """Return up to `wanted` row numbers: the first one, the last one, and some in between."""
     spread = (place * (num_rows - 1) // (wanted - 1) for place in range(wanted))
     return list(dict.fromkeys(spread)) if num_rows else []
 

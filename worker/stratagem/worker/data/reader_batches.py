@@ -164,7 +164,7 @@ class BatchSegment:
 
 
 class WrittenSegments:
-    """A reader's segments, in the reader process, which writes them."""
+    """The shared-memory segments of a reader, as the reader process itself writes them."""
 
     def __init__(self) -> None:
         self._free: list[BatchSegment] = []
@@ -188,7 +188,7 @@ class WrittenSegments:
 
 
 class MappedSegments:
-    """A reader's segments, in the worker process, which reads them."""
+    """The shared-memory segments of a reader, as its worker process reads them."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, np.ndarray] = {}

@@ -161,7 +161,7 @@ _MAX_ROWS_NAMED: Final = 32
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """An order that was given to a reader."""
+    """An order (the description of a batch to read) that was given to a reader."""
 
     number: int
     order: ReadOrder
@@ -177,7 +177,7 @@ class _Reader:
 
 
 class ReaderPool:
-    """Readers with equal data sets. Used by one thread."""
+    """Readers (processes that read rows) with equal data sets. Used by one thread."""
 
     def __init__(
         self,

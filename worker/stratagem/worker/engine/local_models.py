@@ -50,7 +50,7 @@ class LocalSums:
     weight: float = 0.0
     loss: float = 0.0
     moved: float = 0.0
-    """Sum of the squared distances that mixing moved the node."""
+    """Sum of the squared distances by which mixing with neighbours has moved the node."""
     grad_norm: float = 0.0
     """The largest finite gradient norm before clipping."""
     num_skipped: int = 0

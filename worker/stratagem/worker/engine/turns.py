@@ -38,7 +38,7 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 def by_turn(
     turns: Sequence[TurnSpec], params: NamedParams
 ) -> list[tuple[TurnSpec, list[tuple[str, nn.Parameter]]]]:
-    """Return each turn with the parameters that it trains."""
+    """Return each turn (one of the updates of a step) with the parameters that it trains."""
     return [(turn, [(n, p) for n, p in params if turn.holds(n)]) for turn in turns]
 
 

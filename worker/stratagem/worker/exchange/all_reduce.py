@@ -400,7 +400,7 @@ class DirectMethod:
 class _Prepared(NamedTuple):
     pieces: tuple[Piece, ...]
     num_partials: int
-    """The number of sets from which this member sends."""
+    """The number of sets (copies of the buckets) from which this member sends."""
 
 
 @dataclass(slots=True)

@@ -77,13 +77,13 @@ class GradientBuckets:
         return self.layout.buckets[-1].numel
 
     def tensors(self, index: int) -> list[Tensor]:
-        """Return the flat buckets of one set, extras last. Set 0 receives the sums."""
+        """Return the flat buckets of one set (copy), extras last. Set 0 receives the sums."""
         while len(self._sets) <= index:
             self._add_set(self._make_flats(self.all))
         return self._sets[index]
 
     def views(self, index: int) -> list[Tensor]:
-        """Return the gradients of one set, by parameter."""
+        """Return the gradients of one set (copy of all buckets), in order of parameter."""
         self.tensors(index)
         return self._views[index]
 
@@ -134,7 +134,7 @@ class GradientBuckets:
             flat.zero_()
 
     def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
-        """Direct the next gradients into this set; on_full is called with each full bucket."""
+        """Direct the next gradients into this set (bucket copy); on_full gets each full bucket."""
         self.tensors(index)
         self._filling, self._filling_set = self._views[index], index
         self._on_full = on_full
@@ -316,7 +316,7 @@ class LentBuckets:
         ]
 
     def fill(self, bucket: int, num_partials: int) -> None:
-        """Copy the partial sums of a bucket into its window, and free its memory."""
+        """Copy the partial sums of a bucket into its window (send buffer); free its memory."""
         if bucket == len(self.buckets.layout.buckets) - 1:
             return
         for index in range(num_partials):

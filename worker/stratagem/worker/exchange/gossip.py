@@ -247,7 +247,7 @@ class GossipExchange:
     def _mixed(
         self, node: int, bucket: Bucket, flats: Mapping[int, Tensor], distances: Distances
     ) -> Tensor:
-        """Return the node's mixed values in the bucket's dtype, and add to its distances."""
+        """Return a node's mixed values in the bucket's dtype, and add to the node's `Distances`."""
         device = flats[node].device
         mixed = self._flat(-1, 0, bucket, device)
         buffers = [self._buffer(i, device) for i in range(4)]

@@ -54,7 +54,7 @@ class Block:
 
     additions: tuple[Addition, ...]
     total: Tensor
-    """The sum: a part of this member's set 0."""
+    """The tensor for the sum: a part of this member's set 0, the set that receives the sums."""
     copies: tuple[Tensor, ...]
     """The same part in the set 0 of every other member, to which the sum is copied."""
     is_extras: bool

@@ -33,7 +33,7 @@ class OwnedPart:
 
     @property
     def num_blocks(self) -> int:
-        """Number of norms of its gradient: one per block, at least one."""
+        """Number of norms of the part's gradient: one per block, at least one."""
         return max(1, -(-(self.stop - self.first) // BLOCK))
 
 
@@ -52,7 +52,7 @@ class SliceOwners:
         return tuple(sum(part.num_blocks for part in parts) for parts in self.parts)
 
     def mirrored_rank(self, rank: int) -> int:
-        """Return the rank whose parts this rank mirrors: the one before it."""
+        """Return the rank whose parts this rank also updates, as its mirror: the one before it."""
         return (rank - 1) % len(self.parts)
 
     def places_of_norms(self) -> list[list[tuple[int, range]]]:

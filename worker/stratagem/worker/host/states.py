@@ -201,7 +201,7 @@ NUM_AHEAD: Final = 4
 """Number of leaves in memory or in transfer at once."""
 NUM_ATTEMPTS: Final = 3
 _NUM_PIECES: Final = 256
-"""The number of small tensors that are stored at once."""
+"""The number of small tensors whose bytes are passed on at once."""
 
 
 async def received_list(

@@ -273,7 +273,7 @@ class OutputLoss:
 Weight = Literal["rows", "labels", "shifted_labels"]
 
 IGNORED: Final = -100
-"""The label that is not counted."""
+"""The label of positions that the loss does not count."""
 _CAUSAL: Final = frozenset(
     {"BertLMHeadModel", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"}
 )

@@ -319,7 +319,7 @@ def _gathered(
 def _copies(
     work: ExecutionContext, survival: Survival, members: Members, me: int
 ) -> KeptSlices | None:
-    """Return copies of this member's slices of the division; None if it has none."""
+    """Return copies of this member's slices of the surviving division; None if it has none."""
     if me in survival.keepers:
         return work.holding.kept_slices
     if me not in survival.holders:
@@ -338,7 +338,7 @@ def _copies(
 
 
 def _come_to(work: ExecutionContext, survival: Survival) -> None:
-    """Apply the step that others have applied, if this member has not yet."""
+    """Apply the step that others have applied, if this member has not yet applied it."""
     trainer = _held(work)
     if trainer.step < survival.step:
         report = trainer.finish_step_in_doubt(survival.grad_norm, is_finite=survival.is_finite)

@@ -27,7 +27,7 @@ class Survival:
     """The member that gives the state that is not divided."""
     grad_norm: float
     is_finite: bool
-    """True if the step's gradient was finite; like the norm, as the donor reports it."""
+    """True if the gradient of the step was finite; the donor reports this, and the norm."""
 
     def slices_of(self, rank: int) -> list[int]:
         """Return the slices that this member gives to the others."""

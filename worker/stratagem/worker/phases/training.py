@@ -246,7 +246,7 @@ class PhaseTraining:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the phases, to be shown to people; the speed-ups cover this process only."""
+        """Metrics of the phases, for display; the speed-ups cover this process only."""
         return {
             "step_ratio": self.statistics.step_ratio,
             "cost_speedup": self.seconds.cost_speedup,

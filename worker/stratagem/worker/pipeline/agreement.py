@@ -53,7 +53,7 @@ class Agreement:
         return self._holders[own.name][0] == self._lane.rank
 
     def begin(self, step: int, count: int) -> None:
-        """Begin the rounds of pass number `step`, with `count` micro-batches."""
+        """Begin the message rounds of pass number `step`, with `count` micro-batches."""
         self.step, self._count = step, count
 
     def awaited(self) -> Iterator[Address]:
@@ -210,7 +210,7 @@ class StageExchange:
 
     transport: StageTransport
     carrier: MessageLink | None = None
-    """The link under the transport, if it must be closed; None otherwise."""
+    """The link under the transport of messages, if it must be closed; else None."""
     column: Link | SharedGroup | None = None
     """The link to the ranks of other replicas with the same stages; None without other replicas."""
     reducer: GradientReducer | None = None

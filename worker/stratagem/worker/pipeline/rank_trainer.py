@@ -240,7 +240,7 @@ class StageRunner:
         return state.copied(tensors, into), metadata
 
     def wants(self, name: str) -> bool:
-        """Return whether `load_state` needs this tensor or number of the whole state."""
+        """Return whether `load_state` needs the tensor or number of this name from the state."""
         if name.startswith(state.OPTIMIZER):
             return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
         if name.startswith(AVERAGE):

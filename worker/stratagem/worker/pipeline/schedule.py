@@ -58,7 +58,7 @@ class Schedules:
         return self.meter is not None and self.meter.num_micro_batches >= 2
 
     def settle(self, number: int) -> None:
-        """Decide the schedule for "auto". number: the number of the pass that measures messages."""
+        """Choose the schedule for "auto". number: the number of the pass that measures messages."""
         assert self.meter is not None
         hops = measure_hops(self._lane, number, self.meter)
         self.meter, self.name = None, suited(hops.hop_s, hops.compute_s)

@@ -74,7 +74,7 @@ class StageTimes:
 
     @contextmanager
     def computing(self, action: Action) -> Iterator[None]:
-        """Context manager that measures the computation of one action."""
+        """Context manager that measures the computation of one action of the schedule."""
         number, waited_s = self._num_micro_batches + action.micro_batch, self._waited_s
         self._waited_s = 0.0
         began = self._now()

@@ -319,7 +319,7 @@ def _is_normalized(job: JobSpec) -> bool:
 def _loss_before(
     work: ExecutionContext, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan
 ) -> float | None:
-    """Return the loss of the base over the client's rows, if the job weights updates by it."""
+    """Return the loss of the global state over the client's rows, if updates are weighted by it."""
     strategy = work.job.strategy
     if not isinstance(strategy, Federated) or strategy.options.q is None:
         return None

@@ -68,7 +68,7 @@ DESERTED_S: Final = 5.0
 
 
 class Key(NamedTuple):
-    """The key of a plan in its session; later plans have greater keys."""
+    """The key of a plan in its session: (lineage, segment, kind); later plans have greater keys."""
 
     lineage: int
     segment: int

@@ -65,7 +65,7 @@ PROGRESS_INTERVAL_S: Final = 0.1
 
 @dataclass(slots=True)
 class Segment:
-    """The progress of one execution in its segment, kept across changes of the view."""
+    """The progress of one execution in its segment, kept across changes of the membership view."""
 
     started_s: float = field(default_factory=time.monotonic)
     num_redone_steps: int = 0
@@ -92,7 +92,7 @@ class Segment:
     streams: dict[int, str] = field(default_factory=dict)
     """Read positions (marks) of streams of rows at the end, by stream."""
     evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)
-    """The sums of each evaluated batch; the next view may request them again."""
+    """The sums of each evaluated batch; the next membership view may request them again."""
     outputs: dict[Batch, dict[str, Tensor]] = field(default_factory=dict)
     """The model's outputs by split and batch, if predictions are requested."""
 
@@ -100,7 +100,7 @@ class Segment:
 def train(
     work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """Train to plan.to_step through all changes of the view; return (result, its membership)."""
+    """Train to plan.to_step, through all membership views; return (result, its membership)."""
     holding = work.holding
     holding.begin(plan.lineage, work.segment)
     view = work.control.view
@@ -124,7 +124,7 @@ def train(
 def _train_under(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment
 ) -> Joined:
-    """Join the party and train to plan.to_step, or until the view is no longer the current one."""
+    """Join the party and train to plan.to_step, or until the membership view is outdated."""
     held_step, mesh = work.holding.applied_step, work.host.mesh
     if held_step is not None and held_step > plan.to_step:
         # The party has returned to an earlier commit; the state here is ahead of it.
@@ -195,7 +195,7 @@ def _leave_to_show(work: ExecutionContext, trainer: MemberTrainer[Any], report: 
 
 
 def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
-    """Check between two steps that plan and view are still current. Raises PlanStopped or
+    """Check that plan and view are still current, between steps. Raises PlanStopped or
     ViewChanged."""
     work.control.check()
     if work.control.view.membership != view.membership:

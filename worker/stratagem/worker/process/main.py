@@ -101,7 +101,7 @@ class Stop:
     is_stuck: bool = False
     """True if the running work will never end."""
     cause: str = ""
-    """The reason why the process is stuck, only for its own log."""
+    """The reason why this process is stuck, for this process's log only."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
     _first_s: float | None = None
 

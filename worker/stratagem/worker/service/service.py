@@ -206,8 +206,7 @@ class WorkerServicer(WorkerServiceServicer):
         return was_offered
 
     async def _copy(self, request: pb.GetStateRequest, sent: SentState) -> MemoryCopy | None:
-        """Return a copy of the requested state for a coordinator on this machine; None if the
-        caller gets chunks."""
+        """Return a copy of the requested state for a coordinator on this machine, else None."""
         is_small = sent.num_bytes <= MAX_COPY_BYTES
         if not is_near(request.place) or request.offset or not is_small:
             return None

@@ -165,7 +165,7 @@ class Sessions:
             )
 
     def holds_run(self, run_id: str) -> bool:
-        """Return whether anything of a run is here, so that as far as known the run is not over."""
+        """Return whether anything of a run is here, in which case the run may not be over."""
         return run_id in self._run_caches
 
     def check_run(self, run_id: str) -> None:
@@ -381,7 +381,7 @@ class FenceGuard:
     async def check(
         self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
     ) -> None:
-        """Raise StaleError if term or membership is too old. is_order: remember the membership."""
+        """Raise StaleError if term or membership is too old. is_order: remember this membership."""
         await self.check_term(fence.term)
         key = (run_id, party)
         seen = self._memberships.get(key, 0)

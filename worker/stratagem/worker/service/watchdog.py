@@ -65,7 +65,7 @@ class Watchdog:
     _run_id: str = ""
     """The run whose plan had the thread last."""
     _num_steps: int = 0
-    """This worker's number of steps when that run got the thread."""
+    """Number of this worker's steps when that run, `_run_id`, got the thread."""
     _wanted_s: float | None = None
     """Time since which others wait for the thread, whose work is not needed; None if none do."""
     _reported: list[PlanExecution] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Watchdog:
             self._log(cause, seconds)
 
     def _report(self, now_s: float) -> None:
-        """Report the stay to plans that have or await the thread: at intervals, and to new ones."""
+        """Report the stay at intervals to plans that have or await the thread, and to new ones."""
         seconds = self.host.stats.stalled_s = now_s - self._stay.since_s
         plans, is_again = list(self.sessions.awaiting_thread()), is_due_again(seconds, self._told_s)
         waited_s = self._waited_s(now_s)

@@ -36,7 +36,7 @@ class PlanStopped(Exception):
 
 
 class ViewChanged(Exception):
-    """The plan's view is no longer the current one."""
+    """The plan's membership view is no longer the current one."""
 
 
 class AwaitView(Exception):
@@ -308,7 +308,7 @@ class Outbox:
         self.activity = activity
 
     def need(self, digest: str, *, was_here: bool = False) -> None:
-        """Announce that the plan waits for a blob. was_here: the blob was dropped to make room."""
+        """Announce that the plan waits for a blob. was_here: it was dropped here to make room."""
         self.has(digest)
         self._num_needs += 1
         self._needed[self._num_needs] = pb.NeedBlob(digest=digest, was_here=was_here)

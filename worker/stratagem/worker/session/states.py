@@ -199,7 +199,7 @@ class StateStore:
         self._changed = asyncio.Event()
 
     def drop_live(self) -> None:
-        """Withdraw the offered state: after a step of all members no one is behind."""
+        """Withdraw the offered state: after a step by all members, no member is behind."""
         self._live = None
 
     async def live(self, membership: int, wait_s: float) -> Frozen:
@@ -224,7 +224,7 @@ class StateStore:
 
 @dataclass(frozen=True, slots=True)
 class SentState:
-    """A state's manifest, and the bytes to send: all but those in `same`."""
+    """A state's manifest, and the bytes to send: all but those that the receiver has (`same`)."""
 
     manifest: Manifest
     buffers: Sequence[memoryview]
@@ -262,7 +262,7 @@ class KeptSlices:
     membership: int
     """The membership among whose members the state was divided before."""
     size: int
-    """The number of slices in that division."""
+    """The number of slices in the previous division."""
     step: int
     """The step after which the slices were copied."""
     slices: Mapping[int, State]
@@ -271,7 +271,7 @@ class KeptSlices:
     is_finite: bool
 
     def said(self) -> coordinator_pb2.KeptSlices:
-        """Return the description of the slices that is sent in a rendezvous."""
+        """Return the description of these slices for the members' rendezvous."""
         return coordinator_pb2.KeptSlices(
             numbers=sorted(self.slices),
             size=self.size,
@@ -314,7 +314,7 @@ class KnownLeaves:
         self._digests: dict[int, bytes] = {}
 
     def hasher(self, state: Frozen) -> "LeafHasher":
-        """Return the hasher of a state, which becomes the latest hashed one."""
+        """Return the hasher for a state, which then counts as the latest hashed snapshot."""
         stored = state.manifest.stored()
         layout: _Layout = [(spec.name, spec.dtype, spec.shape, spec.offset) for spec in stored]
         base, base_digests = self._name, self._digests if layout == self._layout else {}

@@ -121,7 +121,7 @@ class SiteAdmission:
 
 
 def unwritten(site: str) -> RefusedBySiteError:
-    """Return the error that refuses everything while the audit cannot be written."""
+    """Return the error by which everything is refused while the audit cannot be written."""
     return RefusedBySiteError(f"site {site} refuses: its audit cannot be written; see its log")
 
 

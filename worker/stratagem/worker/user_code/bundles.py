@@ -268,7 +268,7 @@ class CodeStore:
 
 
 def _is_intact(path: Path, digest: str) -> bool:
-    """Return whether a folder has exactly the files that the digest stands for."""
+    """Return whether a folder has exactly the files from which the digest was computed."""
     if not path.is_dir():
         return False
     try:
