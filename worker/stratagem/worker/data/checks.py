@@ -111,9 +111,9 @@ _SAME_KEYS: Final = BatchKeys(("row", "same"))
 _NUM_VALUES: Final = 4
 """Number of described values of each floating-point tensor, spread over all of it."""
 _CELLS: Final = 10
-"""Number of bits, relative to the tensor's largest value, to which these values are rounded."""
+"""Number of bits, relative to a tensor's largest value, to which described values are rounded."""
 _SMALLEST: Final = 1e-6
-"""Lower bound of that largest value: values that should be 0 also differ in their last bits."""
+"""Lower bound of a tensor's largest value here: values that should be 0 differ in last bits."""
 _ROUNDINGS: Final = ((1.0, 0.37), (math.sqrt(2.0), 0.81))
 """(factor of the largest value, part of a cell) of each rounding: a value at the edge of a cell in
 one rounding is not at an edge in the other."""

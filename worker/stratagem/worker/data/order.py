@@ -112,7 +112,7 @@ def epoch_order(num_rows: int, seed: int) -> Tensor:
 MAX_WEIGHTED_ROWS: Final = 1 << 24
 """Maximum number of weighted rows: the limit of torch.multinomial."""
 _WINDOW: Final = 100
-"""Default number of batches in a window."""
+"""Default number of batches in a window, inside which rows are sorted by length."""
 
 
 def epoch_rows_of(

@@ -484,8 +484,8 @@ class LocalStepsTrainer:
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
     def live_state(self, *, is_first: bool = True) -> State:
-        """Return the live tensors, valid until the next step: `replica<i>/…` of replicas held here,
-        without models equal to the common one; on the first member also the common state."""
+        """Return the live tensors, valid until the next step: `replica<i>/…` of each replica held
+        here, except models equal to the common one; on the first member also the common state."""
         tensors, metadata = self._common_state() if is_first else ({}, {})
         metadata |= state_format.state_metadata(self.step)
         for number, replica in self._replicas.items():

@@ -108,7 +108,7 @@ class GradientBuckets:
                 flat.untyped_storage().resize_(0)
 
     def hold(self) -> None:
-        """Allocate freed memory again, as zeros, unless buckets give memory back anyway."""
+        """Allocate freed memory as zeros again, unless a bucket's first gradient allocates it."""
         if self.gives_back:
             return
         for index in range(len(self._sets)):
@@ -200,7 +200,7 @@ class GradientBuckets:
         return self._sets[0][-1].to("cpu", copy=True)
 
     def divide(self, divisor: float) -> None:
-        """Divide the sums in the bucket's type, so that a narrow parameter rounds only once."""
+        """Divide the sums in the bucket's type, so that a narrow (16-bit) parameter rounds once."""
         for flat in self.tensors(0)[:-1]:
             flat.div_(divisor)
         self.expose()

@@ -74,7 +74,7 @@ class Freight(Protocol):
 
 
 class SumFreight:
-    """Uncoded partial sums, sent from the buckets."""
+    """The payloads of a step as uncoded partial sums, sent from the buckets."""
 
     layout: tuple[TensorLayout, ...] = ()
 

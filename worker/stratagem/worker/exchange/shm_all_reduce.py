@@ -317,7 +317,7 @@ def prepare_blocks(
 
 
 class _Staying(NamedTuple):
-    """Owners of sums that stay with them, and the sums' storage if it is not set 0."""
+    """The owners with which the sums of slices stay, and the sums' storage if it is not set 0."""
 
     stays: bool
     kept: KeptSums | None

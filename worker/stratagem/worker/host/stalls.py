@@ -69,7 +69,7 @@ class ThreadStay:
     num_moves: int
     since_s: float
     longest_s: float = 0.0
-    """The longest ended stay of the same run."""
+    """The longest stay at one activity of the same run that has ended."""
 
     def seen(self, num_moves: int, now_s: float) -> "ThreadStay":
         """Return the stay updated by an observation: number of activity changes, and the time."""

@@ -118,7 +118,7 @@ class PeerHub:
                 del self._endpoints[endpoint.group.key]
 
     def find(self, header: peer_pb2.PeerHeader) -> Endpoint:
-        """Return the endpoint of a header; raise if the sender is not in its membership."""
+        """Return the endpoint that a header names; raise if the sender is not in its membership."""
         key = (header.run_id, header.party, header.destination)
         with self._lock:
             newest = self._memberships.get(key, 0)

@@ -12,7 +12,7 @@ from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMembe
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """A complete set of slices that survives among the members, and who gives each."""
+    """A complete set of slices that survives among the members, and the members that give them."""
 
     membership: int
     """The membership at which the state was divided."""

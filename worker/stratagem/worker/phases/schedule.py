@@ -398,7 +398,7 @@ def horizon(state: State, spec: PhasesSpec) -> int:
 
 
 def forecast_due(state: State, spec: PhasesSpec) -> bool:
-    """Return whether the back-test predicts the last Full step's gradient after the open step."""
+    """Return whether, after the open step, the back-test predicts the last Full step's gradient."""
     ahead = needed_full_steps(state, spec) - (state.num_full + 1)
     is_here = ahead == horizon(state, spec) and state.phase is TrainingPhase.FULL
     return state.is_open and is_here and state.lengths.predict > 0

@@ -381,7 +381,7 @@ class FenceGuard:
     async def check(
         self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
     ) -> None:
-        """Raise StaleError if term or membership is too old. is_order: remember this membership."""
+        """Raise StaleError if leadership term or membership is too old; remember that of orders."""
         await self.check_term(fence.term)
         key = (run_id, party)
         seen = self._memberships.get(key, 0)

@@ -308,7 +308,7 @@ class KnownLeaves:
     """Digests of the leaves of the latest hashed snapshot of a session."""
 
     def __init__(self, glimpsing: _Glimpsing) -> None:
-        """glimpsing: provides a named snapshot briefly, if it still exists."""
+        """glimpsing: gives a short look at the snapshot of a name, if it still exists."""
         self._glimpsing = glimpsing
         self._name, self._layout = "", _Layout()
         self._digests: dict[int, bytes] = {}
@@ -410,7 +410,7 @@ class WorkStats:
 
 
 class ClientSteps:
-    """Measures the local steps of one federated client, each until the next one begins."""
+    """Measures the duration of each local step of a federated client, until the next one begins."""
 
     def __init__(self, stats: WorkStats) -> None:
         self._stats = stats
