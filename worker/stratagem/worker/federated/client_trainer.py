@@ -108,7 +108,7 @@ class ClientStep:
 
 @dataclass(frozen=True, slots=True)
 class Toward:
-    """A penalty on the distance of the model w to a state v: (strength / 2)·‖v − w‖² over the
+    """A penalty on the distance of the model v to a state w: (strength / 2)·‖v − w‖² over the
     trained parameters."""
 
     state: Mapping[str, Tensor]

@@ -31,7 +31,7 @@ _WAIT: Final = Series("time.exchange_wait_s", observed=True)
 
 
 class StepHistory:
-    """Sends the step history of a segment under one membership view. Used by the torch thread."""
+    """Records and sends a segment's step history under one membership view. Torch thread only."""
 
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int

@@ -30,7 +30,7 @@ the difference of their sums would reveal an update."""
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a coordinator asks of a site: a job, a plan, and how its updates are protected."""
+    """The request of a coordinator to a site: a job, a plan, and how its updates are protected."""
 
     job: JobSpec
     plan: str
