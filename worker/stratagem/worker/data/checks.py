@@ -111,15 +111,16 @@ _SAME_KEYS: Final = BatchKeys(("row", "same"))
 _NUM_VALUES: Final = 4
 """Number of described values of each floating-point tensor, spread over all of it."""
 _CELLS: Final = 10
-"""Number of bits, relative to the largest value, to which these values are rounded."""
+"""Number of bits, relative to a tensor's largest value, to which described values are rounded."""
 _SMALLEST: Final = 1e-6
-"""Minimum of the largest value, since values that should be 0 also differ in their last bits."""
+"""Lower bound of a tensor's largest value here: values that should be 0 differ in last bits."""
 _ROUNDINGS: Final = ((1.0, 0.37), (math.sqrt(2.0), 0.81))
 """(factor of the largest value, part of a cell) of each rounding: a value at the edge of a cell in
 one rounding is not at an edge in the other."""
 
 _Row = dict[str, list[str]]
-"""A digest per leaf; of a tensor its kind and a digest per rounding, one of which must match."""
+"""A digest per leaf (tensor or other single value) of a row; of a tensor its kind and a digest per
+rounding, one of which must match."""
 
 
 class _Description(BaseModel):
@@ -128,8 +129,8 @@ class _Description(BaseModel):
 
 
 def described_rows(job: JobSpec, data: Mapping[str, Dataset]) -> str:
-    """Describe some rows of each split as JSON; "" if they may differ elsewhere, or it is too
-    long."""
+    """Describe some rows of each split as JSON, for comparison on other workers; return "" if rows
+    may rightly differ there, or if the text is too long."""
     if job.data.entrypoint is None or not job.execution.deterministic:
         return ""
     splits = {split: dict(_rows_of(dataset)) for split, dataset in data.items()}
@@ -201,7 +202,7 @@ def _row(value: Any, number: int) -> Any:
 
 
 def _numbers(num_rows: int, wanted: int) -> list[int]:
-    """Return the numbers of the first row, the last one, and some in between, each once."""
+    """Return up to `wanted` row numbers: the first one, the last one, and some in between."""
     spread = (place * (num_rows - 1) // (wanted - 1) for place in range(wanted))
     return list(dict.fromkeys(spread)) if num_rows else []
 
@@ -258,8 +259,9 @@ class _Read:
 
 
 def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
-    """Read the first rows of shard 0 several times; return whether states of the source can be
-    used. is_pure: raise InvalidInputError with the row and the leaf that differ."""
+    """Read the first rows of shard 0 several times; return whether reading can continue from a
+    saved state of the source. is_pure: raise InvalidInputError, which names row and leaf, if two
+    readings differ."""
     with generators_kept(), user_code(f"reading the first rows of data.{split}"):
         first, again = (_read_streams(opened(source, 0, 0, None), 0) for _ in range(2))
         if is_pure:

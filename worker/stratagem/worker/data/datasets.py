@@ -128,8 +128,8 @@ def as_dataset(
 ) -> Dataset:
     """Check and convert a data set that the user's code has returned.
 
-    collate: for rows that are fetched one by one. given: the arguments of the function that made
-    the data set beside the job's keywords.
+    collate: makes a batch of rows that are fetched one by one. given: the arguments that the
+    function which made it got besides the job's keywords.
     """
     refuse_loaders(value, split)
     if isinstance(value, tuple) and len(value) in (1, 2):
@@ -169,21 +169,21 @@ class Readers(Protocol):
     """Interface of processes that fetch and collate rows ahead of their use."""
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
-        """Return the batch of an order, the same as `dataset.read(order)`."""
+        """Return the batch that this `ReadOrder` describes, the same as `dataset.read(order)`."""
 
     def expect(self, coming: Iterator[ReadOrder]) -> None:
         """Read these batches ahead, instead of those expected before."""
 
 
 Coming = tuple[Dataset, Tensor, BatchKeys]
-"""The arguments of a coming call of `Gather`, for reading ahead."""
+"""The arguments of a future call of `Gather`, so that its rows can be read ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Copies rows of data sets to one device. dtype: of floats; None for that of the data. pool:
-    reuses storage of batches. cache: data sets kept on the device. readers: processes that read row
-    data sets."""
+    """Copies rows of data sets to one device. dtype: the type of floats; None keeps that of the
+    data. pool: reuses the storage of batches. cache: data sets on the device. readers: processes
+    that read row data sets."""
 
     dtype: torch.dtype | None
     device: torch.device
@@ -326,7 +326,7 @@ class DatasetCache:
         self._made: OrderedDict[int, tuple[Dataset, TensorDataset]] = OrderedDict()
 
     def of(self, dataset: Dataset, gather: Gather) -> Dataset:
-        """Return the cached form of a data set; random rows are drawn only once, alike on all
+        """Return the cached form of a data set; random rows are drawn once, alike on all
         workers."""
         if isinstance(dataset, Subset):
             return Subset(self.of(dataset.base, gather), dataset.rows)

@@ -88,8 +88,7 @@ class BatchOrder:
 
 
 class StreamOrder:
-    """Batches of a stream's rows, numbered without end, since its shards are in different
-    epochs."""
+    """Batches of a stream's rows, numbered without end: its shards are in different epochs."""
 
     steps_per_epoch: Final = 1
 
@@ -113,7 +112,7 @@ def epoch_order(num_rows: int, seed: int) -> Tensor:
 MAX_WEIGHTED_ROWS: Final = 1 << 24
 """Maximum number of weighted rows: the limit of torch.multinomial."""
 _WINDOW: Final = 100
-"""Default number of batches in a window."""
+"""Default number of batches in a window, inside which rows are sorted by length."""
 
 
 def epoch_rows_of(
@@ -242,7 +241,7 @@ def _numbers(dataset: Dataset, entrypoints: EntryPoints, name: str, key: str) ->
 
 
 def _as_given(dataset: Dataset) -> Any:
-    """Return the data set that the user's function returned, unwrapped."""
+    """Return the object that the user's data function returned, without the wrapper around it."""
     match dataset:
         case RowDataset():
             return dataset.source

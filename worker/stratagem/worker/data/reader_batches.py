@@ -82,7 +82,7 @@ class Layout:
 
 
 def view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the tensor at this offset of the memory; empty tensors have no place."""
+    """Return the tensor at this byte offset of the memory; an empty tensor is made anew."""
     num_bytes = shape.numel() * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
@@ -131,7 +131,8 @@ def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
 def _maker(
     module: str, name: str, names: tuple[str, ...], is_list: bool
 ) -> Callable[[list[Any]], Any]:
-    """Return a maker of this tuple or list class; of a similar one if it is not loaded."""
+    """Return a function that makes this tuple or list class from its items; a similar class if this
+    process has not loaded it."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
@@ -150,7 +151,7 @@ def _maker(
 # batches in use at once; one that is too small is replaced.
 
 _SPARE: Final = 8
-"""New segments are larger than needed by 1 / this, since batches differ in size."""
+"""Divisor of a new segment's spare room: it has 1 / this more than needed, as batches differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class BatchSegment:
 
 
 class WrittenSegments:
-    """A reader's segments, in the reader process, which writes them."""
+    """The shared-memory segments of a reader, as the reader process itself writes them."""
 
     def __init__(self) -> None:
         self._free: list[BatchSegment] = []
@@ -187,7 +188,7 @@ class WrittenSegments:
 
 
 class MappedSegments:
-    """A reader's segments, in the worker process, which reads them."""
+    """The shared-memory segments of a reader, as its worker process reads them."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, np.ndarray] = {}

@@ -161,7 +161,7 @@ _MAX_ROWS_NAMED: Final = 32
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """An order that was given to a reader."""
+    """An order (the description of a batch to read) that was given to a reader."""
 
     number: int
     order: ReadOrder
@@ -177,7 +177,7 @@ class _Reader:
 
 
 class ReaderPool:
-    """Readers with equal data sets. Used by one thread."""
+    """Readers (processes that read rows) with equal data sets. Used by one thread."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class ReaderPool:
             num_ahead += 1
 
     def _give(self, order: ReadOrder) -> _Ticket | None:
-        """Give an order to a reader; return None if the pool may have no reader."""
+        """Give an order to a reader; return its ticket, or None if there may be no reader."""
         self.start()
         if not self._readers:
             self._coming = iter(())  # nothing is read ahead until more is expected
@@ -384,9 +384,9 @@ class WorkerReaders:
     def _room_for(self, coming: ReaderPool) -> int:
         """Return the number of readers that a pool may have now.
 
-        A new pool takes readers from the largest one, but not its last one. A pool without readers
-        reads in the worker: pools take turns, so taking the last reader would restart readers all
-        the time.
+        A pool that needs more takes them from the largest pool, but never the last one: pools take
+        turns, so they would restart it all the time. The worker itself reads the rows of a pool
+        without readers.
         """
         others = [pool for pool in self._pools.values() if pool is not coming]
         free = self._max_readers - sum(len(pool.pids) for pool in others)

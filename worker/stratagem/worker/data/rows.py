@@ -37,7 +37,7 @@ class BatchKeys:
     rows: Key = ("row",)
     """Key of a row, extended by its number and its number of earlier occurrences in the epoch."""
     batch: Key = ()
-    """Key of collating the batch."""
+    """Key of the random numbers that are drawn while the rows are collated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class RowDataset:
         return np.array(row) if isinstance(row, np.ndarray) else row
 
     def order(self, indices: Tensor, keys: BatchKeys) -> ReadOrder:
-        """Return a `ReadOrder` for these rows."""
+        """Return a `ReadOrder`, which describes the batch of these rows completely."""
         return ReadOrder(self.split, self.num_rows, self.given, tuple(indices.tolist()), keys)
 
     def read(self, order: ReadOrder) -> tuple[Any, Any]:
@@ -215,8 +215,7 @@ def _is_plain(source: Any) -> bool:
 
 
 def _are_values(values: list[Any]) -> bool:
-    """Return whether all values are arrays, numbers and strings, in lists, tuples and dicts keyed
-    by strings."""
+    """Return whether all are arrays, numbers and strings, in lists, tuples and str-keyed dicts."""
     nested = set(map(type, values)) - _LEAVES
     if not nested:
         return True

@@ -203,8 +203,8 @@ def _from_entrypoint(
 
 
 def _shares_of_clients(job: JobSpec, factory: Callable[..., Any]) -> Iterable[dict[str, int]]:
-    """Return the factory's arguments for each client of a federation, in order; none if it takes no
-    client."""
+    """Return the arguments (client number and count) of the data function for each client of a
+    federation, in order; none if the function takes neither."""
     if not isinstance(job.strategy, Federated) or not _client_arguments(factory, ClientShare(0, 1)):
         return ()
     count = job.strategy.num_clients
@@ -218,10 +218,11 @@ def _with_rows(
     *,
     is_evaluated: bool,
 ) -> dict[str, Dataset]:
-    """Make the data for the arguments `given`. If they have no training rows, which is no error,
-    take the training rows of the first of `others` that has any.
+    """Make the data sets for the arguments `given`. If they have no training rows, which is no
+    error, take the training rows of the first of `others` for which there are any.
 
-    is_evaluated: errors are raised, since the other splits are needed as made for `given`.
+    is_evaluated: the other splits are needed as made for `given`, so errors in making them are
+    raised.
     """
     splits, failure = dict[str, Dataset](), None
     try:
@@ -250,7 +251,8 @@ def _has_rows(splits: Mapping[str, Dataset]) -> bool:
 def rows_to_compare(
     job: JobSpec, entrypoints: EntryPoints, data: Mapping[str, Dataset], numerics: int
 ) -> str:
-    """Describe loaded data for comparison; "" if they are one client's, or made without seeding."""
+    """Describe rows of loaded data, for comparison on other workers; "" if the data are one
+    client's, or were made without seeding."""
     name = job.data.entrypoint
     if name is None or numerics < SEEDED_FACTORIES:
         return ""
@@ -284,10 +286,10 @@ def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
 
 
 def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -> dict[str, int]:
-    """Return a factory's arguments for client number and count, if it takes them.
+    """Return the client's number and the number of clients as arguments, if the factory takes them.
 
     Outside of a client's round a factory uses its defaults; one without defaults makes the data of
-    client 0 of 1, and see `_with_rows`.
+    client 0 of 1, and if these have no rows, `_with_rows` looks for others.
     """
     parameters = inspect.signature(factory).parameters
     share = client or ClientShare(0, 1)
@@ -337,8 +339,8 @@ def _local_path(name: str, sources: DataSources) -> Path:
 
 
 def read_tensors(path: Path, where: str) -> dict[str, Dataset]:
-    """Return the data sets of a file, by split. Raises InvalidInputError or NotFoundError, about
-    the field `where`."""
+    """Return the data sets of a file, by split. Raises InvalidInputError or NotFoundError, which
+    name the field `where`."""
     return from_tensors(_read(path, where))
 
 

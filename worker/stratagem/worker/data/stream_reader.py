@@ -222,7 +222,7 @@ class StreamReader:
             yield from block
 
     def mark(self) -> Mark:
-        """Return a mark at the last row, or before it in the same block."""
+        """Return a mark (position to read from again) at the last row or before, in its block."""
         return self._mark if self._ready else self._here()
 
     def add_mark(self, mark: Mark) -> None:
@@ -230,7 +230,8 @@ class StreamReader:
         self._marks.append(mark)
 
     def _leaps(self, position: int) -> bool:
-        """Return whether a mark is closer to a later position than the last row is."""
+        """Return whether reading from some mark (saved position) reaches a later position sooner
+        than reading on."""
         return any(self._position < mark.position <= position for mark in self._marks)
 
     def _go_to(self, mark: Mark) -> None:
@@ -248,7 +249,7 @@ class StreamReader:
             self._read()
 
     def _here(self) -> Mark:
-        """Return the mark of the next row, at the end of a block."""
+        """Make a mark at the next row; called only between two blocks."""
         state = None
         if self._rules.has_states and self._iterator is not None and self._rows is not None:
             with user_code(f"asking data.{self._rules.split} for its state"):

@@ -54,14 +54,14 @@ class FetchedRows:
         return len(self.rows)
 
     def batch(self, indices: Tensor, keys: BatchKeys) -> tuple[Any, Any]:
-        """Return (x, y) of these rows; all generators stay as they were."""
+        """Return (x, y) of these rows; the states of all random generators are restored."""
         with generators_kept(), one_thread():
             return collated(
                 [self.rows[i] for i in indices.tolist()], self.collate, keys, self.split
             )
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
-        """Return the same as `batch`, for a caller without a key."""
+        """Return the same as `batch`, for a caller without keys of random numbers."""
         return self.batch(indices, _NO_KEYS)
 
 
@@ -96,7 +96,7 @@ class StreamDataset:
     part: tuple[int, int] = (0, 1)
     _readers: dict[int, StreamReader] = field(default_factory=dict, compare=False)
     _marks: dict[int, Mark] = field(default_factory=dict, compare=False)
-    """Marks of streams that are not read here."""
+    """Read positions (marks), by stream, of streams that other processes read."""
 
     def __len__(self) -> int:
         """Return 0: rows of a stream are not numbered before they are read."""
@@ -109,7 +109,7 @@ class StreamDataset:
         return StreamLayout(self.job.batch_size, num_shards, num_streams)
 
     def batch(self, indices: Tensor, keys: BatchKeys) -> tuple[Any, Any]:
-        """Return (x, y) of these rows; all generators stay as they were."""
+        """Return (x, y) of these rows; the states of all random generators are restored."""
         layout = self.layout
         with generators_kept(), one_thread():
             rows = []
@@ -119,7 +119,7 @@ class StreamDataset:
             return collated(rows, self.collate, keys, self.split)
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
-        """Return the same as `batch`, for a caller without a key."""
+        """Return the same as `batch`, for a caller without keys of random numbers."""
         return self.batch(indices, _NO_KEYS)
 
     def head(self, num_rows: int) -> FetchedRows:

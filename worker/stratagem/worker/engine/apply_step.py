@@ -53,8 +53,8 @@ def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
 def after_hook(
     summary: StepSummary, hook: Callable[[], None] | None, again: Callable[[], StepSummary]
 ) -> StepSummary:
-    """Call the user's gradient hook unless loss or gradients are not finite; return the summary of
-    the gradients afterwards, which `again` computes."""
+    """Call the user's gradient hook, if there is one and if loss and gradients are finite; return
+    the step's summary after the hook, which `again` computes."""
     if hook is None or not (summary.is_finite and math.isfinite(summary.loss)):
         return summary
     hook()
@@ -67,8 +67,7 @@ def after_hook(
 
 
 def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
-    """Return the factor of all learning rates for the update after `step` updates, of `num_steps`
-    in all."""
+    """Return the factor of all learning rates after `step` updates, of `num_steps` in all."""
     if spec.schedule is None or spec.schedule.entrypoint is not None:
         return 1.0
     return schedule_factor(spec.schedule, step, num_steps)
@@ -121,7 +120,7 @@ def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def _share_of_period(spec: ScheduleSpec, step: int) -> float:
-    """Return how much of the current period of `restarts` is over, from 0 to 1."""
+    """Return how much of the current period of the schedule `restarts` is over, from 0 to 1."""
     period = spec.period_steps or 1
     factor = spec.period_factor or 1
     if factor == 1:
@@ -180,11 +179,12 @@ SERIES: Final = "train.lr"
 class ReportedRates:
     """Learning rates of one optimizer's updates, for reports. Used by one thread.
 
-    For a user's optimizer with parameter groups of its own, it is the rate that the job gives.
+    If a user's optimizer makes its parameter groups itself, the reported rate is the one in the
+    job.
     """
 
     def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
-        """spec: None if nothing is trained. turn: name of the turn that uses the optimizer."""
+        """spec: None if nothing is trained. turn: which of a step's updates is the optimizer's."""
         rules = () if spec is None else spec.rules()
         groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
         stem = f"{SERIES}.{turn}" if turn else SERIES
@@ -269,8 +269,8 @@ class StepPolicy:
         *,
         is_spoiled: bool = False,
     ) -> StepSummary:
-        """Summarize a step with the gradients in `.grad`. norms: the result of `parts_of` for them,
-        if known. is_spoiled: they are known not to be finite."""
+        """Summarize a step whose gradients are in `.grad`. norms: the result of `parts_of` for
+        these, if known. is_spoiled: the gradients are known not to be finite."""
         grads = [param.grad for param in self.params if param.grad is not None]
         norm = total_norm(parts_of(grads, self.numerics) if norms is None else norms, self.numerics)
         return StepSummary(loss, weight, norm, not is_spoiled and are_finite(norm, grads))

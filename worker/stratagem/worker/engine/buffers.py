@@ -3,7 +3,8 @@
 Every shard starts from the buffers as they were before the step. Afterwards floating-point buffers
 become base + mean change over the shards, or just what the one shard made of them when there was
 only one; integer buffers take the change that shard 0 made. Changes ride in the extras of the
-exchange, so they are summed in the same fixed order as gradients. Must not know gradients.
+exchange, so they are summed in the same fixed order as gradients. The module does not know
+gradients.
 """
 
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ class Buffers:
         self._versions = [slot.tensor._version for slot in self._constants]
 
     def snapshot(self) -> None:
-        """Remember the present values as those from before the step."""
+        """Remember the present values as the buffers' values before the step."""
         _copy(self._base, [slot.tensor for slot in self._slots])
         self._versions = [slot.tensor._version for slot in self._constants]
 
@@ -56,12 +57,12 @@ class Buffers:
         self._write(self._base)
 
     def take_over(self, other: "Buffers") -> None:
-        """Copy the values of another model of the same kind, as those from before the step."""
+        """Copy the buffers of another model of the same kind, as the values before the step."""
         self._write([slot.tensor for slot in other._slots])
         self.snapshot()
 
     def contribution(self, shard: int, num_live: int) -> Tensor:
-        """Return this shard's buffer changes, its addend to the sum over shards: 1-d float64."""
+        """Return this shard's changes of the buffers, to be summed over all shards: 1-d float64."""
         self._check_constants()
         return self._changes(shard, num_live) if self._slots else _NOTHING
 
@@ -81,8 +82,7 @@ class Buffers:
         return torch.cat([floats, integers.to(torch.float64)]).cpu()
 
     def apply(self, total: Tensor, num_live: int) -> None:
-        """Set the buffers after the step. total: begins with the sum of all shards'
-        contributions."""
+        """Set the buffers after the step. total: begins with the sum of all shards' changes."""
         if self._slots:
             self._set(total[: self.num_elements], num_live)
 

@@ -159,8 +159,7 @@ def build_local_steps_trainer(
     sources: DataSources | None = None,
     numerics: int = CURRENT,
 ) -> LocalStepsTrainer:
-    """Build a trainer of replicas with local steps, each with its own model; load_state must come
-    first."""
+    """Build a trainer of replicas with local steps and separate models; load_state comes first."""
     setup = _setup(job, entrypoints, device, False, sources, numerics)
     return LocalStepsTrainer(setup, _models(job, entrypoints, device, replicas, setup))
 
@@ -204,7 +203,7 @@ def make_setup(
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Setup:
-    """Collect the parts of a trainer, after changing the model as the job's execution demands."""
+    """Collect the parts of a trainer, after changing the model as section `execution` asks."""
     callbacks = make_callbacks(job, entrypoints)
     callbacks.built(model)
     randomness = KeyedRandomness(model, gather.device)

@@ -82,8 +82,7 @@ class StepView:
     wants_end: bool = False
 
     def log(self, name: str, value: float) -> None:
-        """Record a number in the series `train.<name>`, which keeps the latest value of each
-        segment."""
+        """Record a number in the series `train.<name>`; each segment reports the latest value."""
         add_logged(self.logged, name, value)
 
     def stop(self) -> None:
@@ -293,7 +292,7 @@ _ONCE: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """What on_step logged for the latest step, and whether it asks to end the training."""
+    """Answer of on_step for the latest step: logged values, and whether to end the training."""
 
     logged: Mapping[str, float] = field(default_factory=dict)
     wants_end: bool = False
@@ -303,8 +302,8 @@ NO_ANSWER: Final = StepAnswer()
 
 
 def wish_of(answer: StepAnswer, *, stop: bool) -> float:
-    """Return this member's addend to the summed requests to stop. stop: after this step; `answer`
-    may request to stop before this step instead."""
+    """Return this member's addend to the sum of all members' requests to stop. stop: whether to
+    stop after this step. answer: on_step's, which may request to stop before this step."""
     return float(stop) + (END if answer.wants_end else 0.0)
 
 

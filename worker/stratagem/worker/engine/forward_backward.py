@@ -57,8 +57,7 @@ _REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at in
 def raise_with_names(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> NoReturn:
-    """Raise the error of a backward pass again, with the names of the parameters whose gradients it
-    is about."""
+    """Raise a backward pass's error again, with the names of the parameters it is about."""
     named = list(named)
     refuse_sparse_gradients(named)
     names = _names_in(error, roots, named)
@@ -72,8 +71,7 @@ def raise_with_names(
 def _names_in(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> list[str]:
-    """Return the names of the parameters whose gradients the error is about; none for other
-    errors."""
+    """Return the names of the parameters whose gradients the error is about, if any."""
     refused = _REFUSED.search(str(error))
     if refused is None:
         return []
@@ -165,8 +163,8 @@ def packed(sums: LoggedSums) -> Tensor:
 def unpacked(total: Tensor, own: Sequence[str] | None = None) -> LoggedSums:
     """Decode the sums over all shards. total: the sum of the results of `packed`.
 
-    own: the names that shards of this member have, if it has any. Raises UserCodeError unless all
-    shards have the same names.
+    own: the names that this member's shards have logged; None if it has no shards. Raises
+    UserCodeError unless all shards have the same names.
     """
     if isinstance(total, FakeTensor):
         return {}  # a step that is played for an estimate has no values
@@ -255,7 +253,7 @@ def micro_batches(rows: Rows, cuts: Sequence[range], key: Callable[[int], Key]) 
 
 @dataclass(slots=True)
 class Start:
-    """A cache of backward's initial gradient: the weight, mostly equal in all steps."""
+    """Cache of the gradient with which backward starts: the weight, mostly equal in all steps."""
 
     latest: Tensor | None = None
     weight: float = 0.0
@@ -263,7 +261,7 @@ class Start:
     """True until the first backward pass."""
 
     def of(self, mean: Tensor, weight: float) -> Tensor:
-        """Return the weight as a 0-d tensor like `mean`; reuse the latest one if possible."""
+        """Return the weight as a 0-d tensor like `mean`, if possible that of the last call."""
         latest = self.latest
         if (
             latest is None

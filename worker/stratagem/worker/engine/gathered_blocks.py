@@ -5,7 +5,7 @@ Before the forward pass of a block its parameters are gathered into fresh storag
 saves of them for backward is a note of the place, and they are gathered again when backward asks
 for it. So backward never finds storage that was freed or written over, whatever the model's graph
 is, and only one block is in memory at a time. Parameters that belong to no block, or to several,
-are here from the beginning of a pass to its end. Must not know how parameters travel.
+are here from the beginning of a pass to its end. The module does not know how parameters travel.
 """
 
 import weakref
@@ -125,7 +125,7 @@ class GatheredBlocks:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Context manager around the forward and backward passes of the model."""
+        """Context manager around the model's passes, in which blocks are gathered when needed."""
         self._put(_REST)
         before = self._versions_of(_REST)
         try:

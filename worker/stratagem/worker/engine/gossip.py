@@ -42,7 +42,7 @@ _NUM_COLUMNS: Final = 6
 
 
 NODE: Final = "node"
-"""The word for a model in series and tensor names here."""
+"""The word for one of this trainer's models in the names of series and tensors."""
 
 
 class GossipTrainer:
@@ -126,8 +126,8 @@ class GossipTrainer:
         """Set `model` to the mean of all nodes; return the summary over all nodes, with their
         distance to the mean.
 
-        The sums of this member's nodes are kept here, not taken from the tally. The mean is over
-        float64 values in order of node, rounded once; integers are node 0's.
+        Sums over steps come from the nodes themselves, not from the tally. The mean is over float64
+        values in order of node, rounded once; integers are node 0's.
         """
         self._models.check_form()
         models = {number: node.model for number, node in self._nodes.items()}
@@ -182,7 +182,7 @@ class GossipTrainer:
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate the share's batches on the mean; return their sums."""
+        """Evaluate this member's share of the batches on the mean of the nodes; return the sums."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
@@ -231,7 +231,7 @@ class GossipTrainer:
 
 
 def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
-    """Return a table row per node with the values in the row of this node and zeros elsewhere."""
+    """Return a flattened table with a row per node: `values` in this node's row, else zeros."""
     table = torch.zeros(num_nodes, len(values), dtype=torch.float64)
     table[number] = torch.tensor(values, dtype=torch.float64)
     return table.reshape(-1)

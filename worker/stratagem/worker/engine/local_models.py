@@ -1,4 +1,5 @@
-"""Train the models of one member that are apart from each other, each on its shard of every batch.
+"""Train the models of one member that are independent of each other, each on its shard of every
+batch.
 
 A model is a node that gossips, or a replica that takes local steps; it shares nothing but the job
 with the others. This module makes one local step of each, and their trainer joins them. Used by one
@@ -49,7 +50,7 @@ class LocalSums:
     weight: float = 0.0
     loss: float = 0.0
     moved: float = 0.0
-    """Sum of the squared distances that mixing moved the node."""
+    """Sum of the squared distances by which mixing with neighbours has moved the node."""
     grad_norm: float = 0.0
     """The largest finite gradient norm before clipping."""
     num_skipped: int = 0
@@ -113,7 +114,7 @@ def recorded_part(kind: str, number: int, report: LocalReport) -> PartReport:
 
 
 def in_training(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers keyed by training series instead of by plain name."""
+    """Return the numbers keyed by the names of training series: `train.<name>`."""
     return {f"train.{name}": value for name, value in numbers.items()}
 
 
@@ -123,7 +124,7 @@ def prefix_of(kind: str, number: int) -> str:
 
 
 def own_part(kind: str, number: int, named: Mapping[str, Value]) -> dict[str, Value]:
-    """Return one model's entries in the common state; their names lose the model's prefix."""
+    """Return one model's entries of the common state, under names without the model's prefix."""
     prefix = prefix_of(kind, number)
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 
@@ -176,8 +177,7 @@ class LocalModels:
             raise InvalidInputError.at("model", "has no trainable parameter")
 
     def check_form(self) -> None:
-        """Raise UserCodeError if training has changed a model's set of tensors; called before
-        joining."""
+        """Raise UserCodeError if training has changed a model's tensors; called before joining."""
         for model in self.by_number.values():
             model.saved.form.check()
 

@@ -109,8 +109,9 @@ class OuterSteps:
         self._sums = JoinedSums()
 
     def after(self, exchange: FragmentExchange, step: int) -> JoinReport | None:
-        """Cut and apply the fragments that are due after local step `step`; return None if none is
-        due. After an error the replicas must not be used."""
+        """Do what is due after local step `step`: cut fragments (start to sum their replicas'
+        moves), or apply the sums of earlier cuts; return None if nothing is due. After an error the
+        replicas must not be used."""
         numbers: dict[str, float] = {}
         wait_s, drifts = 0.0, dict[int, float]()
         dues = due_after(step, self._options, self._num_steps)
@@ -145,7 +146,8 @@ class OuterSteps:
         return torch.cat([changes, numbers, *([packed(sums.logged)] if self._num_logged else [])])
 
     def _arrive(self, index: int, step: int) -> float:
-        """Wait for a fragment's sums and count their numbers once; return the seconds waited."""
+        """Wait for a fragment's sums; count the numbers that came with them, once; return the
+        seconds waited."""
         fragment = self.fragments[index]
         is_new = fragment.sums is None
         wait_s = fragment.arrive(step)
@@ -181,8 +183,7 @@ class OuterSteps:
             so_far.logged = added(so_far.logged, unpacked(sums.rest[last:], None))
 
     def end_segment(self, step: int) -> JoinedSums:
-        """Wait for the sums that are in transfer, to be applied later; return the sums since the
-        last call."""
+        """Wait for sums in transfer, to be applied later; return the sums since the last call."""
         for index in range(len(self.fragments)):
             self._arrive(index, step)
         sums, self._sums = self._sums, JoinedSums()
@@ -260,12 +261,12 @@ class OuterFragment:
 
     @property
     def is_in_flight(self) -> bool:
-        """True from the cut to the update."""
+        """True from the cut, which starts the sums, to the update that applies them."""
         return self._under_way is not None or self.sums is not None
 
     def cut(self, exchange: GradientReducer, step: int, rest: Mapping[int, Tensor]) -> None:
-        """Start to sum how far the replicas have moved up to this step. rest: further numbers of
-        each replica."""
+        """Start to sum over all replicas how far they have moved up to this step. rest: further
+        numbers of each replica, to be summed too."""
         count = self._num_replicas
         exchange.begin_step(step, exchange.party.owned, count, divisor=float(count))
         for number, replica in self._replicas.items():
@@ -378,7 +379,7 @@ def _optimizer(outer: OuterOptimizer, params: list[nn.Parameter]) -> torch.optim
 # ---- Trainer of local steps ----
 
 REPLICA: Final = "replica"
-"""The word for a model in series and tensor names here."""
+"""The word for one of this trainer's models in the names of series and tensors."""
 
 
 class LocalStepsTrainer:
@@ -438,8 +439,8 @@ class LocalStepsTrainer:
         )
 
     def end_segment(self, exchange: FragmentExchange, tally: Tally) -> SegmentSummary:
-        """Return the summary over all replicas, after waiting for all sums in transfer. The own
-        sums are used, not the tally."""
+        """Return the summary over all replicas, after waiting for all sums in transfer. It comes
+        from the sums of the outer steps, not from the tally."""
         self._models.check_form()
         sums = self._outer.end_segment(self.step)
         skipped = {"skipped_steps": float(sums.num_skipped)}
@@ -465,7 +466,7 @@ class LocalStepsTrainer:
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate the share's batches on the common model; return their sums."""
+        """Evaluate this member's share of the batches on the common model; return the sums."""
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
@@ -483,8 +484,8 @@ class LocalStepsTrainer:
         return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
     def live_state(self, *, is_first: bool = True) -> State:
-        """Return the live tensors, valid until the next step: `replica<i>/…` of replicas held here,
-        without models equal to the common one; on the first member also the common state."""
+        """Return the live tensors, valid until the next step: `replica<i>/…` of each replica held
+        here, except models equal to the common one; on the first member also the common state."""
         tensors, metadata = self._common_state() if is_first else ({}, {})
         metadata |= state_format.state_metadata(self.step)
         for number, replica in self._replicas.items():

@@ -142,7 +142,8 @@ class SGD(torch.optim.SGD):
         grads: list[Tensor],
         momentum_buffer_list: list[Tensor | None],
     ) -> bool:
-        """Fill the lists with the tensors to update together; update late momenta right here."""
+        """Fill the lists with the tensors to update together; if only some parameters have no
+        momentum yet, update these right here."""
         lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
         has_sparse = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
         if not (group["fused"] and group["momentum"]):
@@ -361,7 +362,6 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def clip(params: Sequence[Tensor], max_norm: float | None, norm: Tensor) -> None:
-    """Scale all gradients so that their joint 2-norm is at most `max_norm`. norm: their present
-    norm (0-d)."""
+    """Scale all gradients so that their joint 2-norm, now `norm` (0-d), is at most `max_norm`."""
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)

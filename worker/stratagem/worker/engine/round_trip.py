@@ -2,7 +2,7 @@
 
 It is tried on a few small parameters when a model is built: steps, a save, a load into a fresh
 optimizer, and more steps of both. What an optimizer keeps outside of `state`, or draws, shows as a
-difference. Must not know trainers and their state.
+difference. The module knows neither trainers nor their state.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,4 @@
-"""The parts from which every kind of trainer is built are collected here, with its training
-rows.
-"""
+"""Collect the parts from which every kind of trainer is built, with its training rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

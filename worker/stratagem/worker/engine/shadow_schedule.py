@@ -31,7 +31,8 @@ _STEPS_TRIED: Final = 4
 
 
 class ShadowSchedule:
-    """A user's scheduler on a shadow optimizer; the real one copies it. Used by one thread."""
+    """A user's scheduler on an optimizer without tensors, whose values the real optimizer copies.
+    Used by one thread."""
 
     def __init__(self, spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints) -> None:
         self._spec, self._num_steps, self._entrypoints = spec, num_steps, entrypoints
@@ -234,7 +235,7 @@ def _decoded(value: Any) -> Any:
 def shadow_schedule(
     spec: OptimizerSpec, num_steps: int, entrypoints: EntryPoints
 ) -> ShadowSchedule | None:
-    """Make the schedule of a job that names the user's; return None for all other jobs."""
+    """Make the user's learning-rate schedule that a job names; return None if it names none."""
     if spec.schedule is None or spec.schedule.entrypoint is None:
         return None
     return ShadowSchedule(spec, num_steps, entrypoints)

@@ -102,7 +102,7 @@ class PhasedUpdate:
         self.summarize = WholeUpdate(params).summarize
 
     def begins_exact(self, state: Callable[[], State]) -> bool:
-        """Begin a step in this state; return whether the step is exact and so needs its batch."""
+        """Begin a step; return whether it computes its gradient, so that it needs its batch."""
         self.timer.begin_step()
         self.checksum = float(checksum(*state())) if self.phases.is_check_due else 0.0
         return self.phases.phase.is_exact
@@ -135,7 +135,7 @@ class PhasedUpdate:
         return applied._replace(phase=phase, news=self.phases.take_news())
 
     def _take(self, loss: float, norm: Tensor) -> Tensor:
-        """Show an exact gradient to the phases, which may correct it; return its new norm."""
+        """Let the phase training see and perhaps correct an exact gradient; return its norm."""
         is_correction = self.phases.phase is TrainingPhase.CORRECT
         grads = [param.grad for _, param in self._params]
         self.phases.take(grads, loss)
@@ -247,7 +247,7 @@ class Share(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The scalars summed over all live shards; the summed gradients are in `.grad`."""
+    """The scalars summed over all live shards (those with rows); the gradients are in `.grad`."""
 
     scalars: StepScalars
     num_live: int
@@ -269,7 +269,8 @@ class SharedStep:
     update: Update
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
-        """Make the update of one turn over the batch. num_turns: the turns of each step."""
+        """Make one turn (one of a step's updates) over the batch. num_turns: the turns of a
+        step."""
         exchange = share.exchange
         self.buffers.snapshot()
         self.setup.execution.begin_batch(batch.num_rows)
@@ -297,7 +298,8 @@ class SharedStep:
         return (self.setup.job.seed, step, *turn.key, shard, micro_batch)
 
     def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
-        """Return the sums' divisor if it is known before the step; gradients then arrive divided.
+        """Return the divisor of the gradient sums if it is known before the step; gradients then
+        arrive divided.
 
         None if it depends on the weights, or if nothing is divided.
         """
@@ -386,7 +388,7 @@ class SharedStep:
     def _finish_late(
         self, turn: StepTurn, batch: Batch, sums: _Sums, norm: float, is_finite: bool
     ) -> StepReport:
-        """Apply a step on this member alone, once others have sent the missing norm."""
+        """Apply a step on this member alone, once others have sent the missing gradient norm."""
         total = torch.scalar_tensor(norm, dtype=torch.float64)
         summary = StepSummary(sums.scalars.loss, sums.scalars.weight, total, is_finite)
         return self._finish(turn, batch, sums, summary, None)
@@ -399,8 +401,7 @@ class SharedStep:
         summary: StepSummary,
         exchange: Reducer | None,
     ) -> StepReport:
-        """Apply the update with the present gradients. exchange: None if the other members have
-        left."""
+        """Make the update with the gradients in `.grad`. exchange: None if others have left."""
         scalars, scale, policy = sums.scalars, self.setup.execution.scale, turn.policy
         scale_before = scale.value
         if self.setup.callbacks.takes_gradients:

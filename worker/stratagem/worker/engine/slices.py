@@ -4,7 +4,7 @@ Each parameter of which the member owns something has one piece: a view of those
 moments of its own. With a mirror it also has the pieces of the member before it, and steps them
 too: from the same sums to the same bits, so that what a member owns is there when it is gone. The
 optimizer steps pieces as it would step whole parameters, with the same bits for the optimizers that
-a job may name with it. Must not know how gradients and parameters travel.
+a job may name with it. The module does not know how these travel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,8 +60,7 @@ class StateShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInDoubt:
-    """A step whose gradient sums have arrived but whose total norm has not; other members may have
-    applied it."""
+    """A step with its gradient sums but without their norm; other members may have applied it."""
 
     step: int
     """The number of steps applied once this one is."""
@@ -75,15 +74,14 @@ class _OwnPiece:
     param: nn.Parameter
     part: OwnedPart
     flat: nn.Parameter
-    """Flat leaf tensor with its own gradient: a view of the parameter, or the only part of it kept
-    here."""
+    """Flat leaf tensor with its own gradient: a view, or the only part here, of the parameter."""
 
     @property
     def is_whole(self) -> bool:
         return self.part.stop - self.part.first == self.param.numel()
 
     def name_in(self, place: int, name: str) -> str:
-        """Return the name under which the piece travels. place, name: index and name of its
+        """Return the name under which the piece is sent. place, name: index and name of its
         parameter among the model's tensors."""
         full = f"{state_format.MODEL}{name}"
         return str(ParameterSlice(place, self.part.first, tuple(self.param.shape), full))
@@ -139,7 +137,7 @@ class OptimizerPieces:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The flat pieces in order of parameter, followed by those of the mirror."""
+        """The flat pieces in order of parameter, then those of another member's mirrored slice."""
         return [piece.flat for piece in self._all()]
 
     def _all(self) -> list[_OwnPiece]:
@@ -196,7 +194,7 @@ class OptimizerPieces:
         return self.share(exchange.slices)
 
     def connect(self, exchange: Reducer) -> None:
-        """Fetch absent parameters over this exchange from now on. Raises ExchangeError."""
+        """Fetch parameters that are not kept here over this exchange. Raises ExchangeError."""
         if self._blocks is not None:
             assert exchange.parameters is not None  # the one is made with the other
             self._move_to(exchange.parameters.memory())
@@ -232,8 +230,8 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def _move_to(self, memory: Sequence[Tensor]) -> None:
-        """Move this member's pieces into this memory, bytes for each block of `HeldBlocks`. The
-        mirror's pieces stay where they are, since no other member reads them."""
+        """Move this member's pieces into this memory: one tensor of bytes for each block of
+        `HeldBlocks`. The mirror's pieces stay where they are, since no other member reads them."""
         assert self.held is not None
         by_index = {piece.part.index: piece.flat for piece in self._pieces}
         for parts, flat in zip(self.held.parts[self.rank], memory, strict=True):
@@ -243,17 +241,17 @@ class OptimizerPieces:
                 source.data = room.copy_(source)
 
     def share(self, exchange: SliceExchange) -> bool:
-        """Copy the updated pieces of all members into the parameters of all. Returns as `end_step`
-        does."""
+        """Copy the updated pieces of every member into the parameters on all members; return True
+        if that succeeds, else do as `end_step` does."""
         flats = [piece.flat for piece in self._pieces]
         return self.end_step(partial(exchange.share, flats, self._params))
 
     def end_step(self, tell: Callable[[], None]) -> bool:
-        """End a step by `tell`, a collective call; return True if it succeeds.
+        """End a step by calling `tell`, a collective call; return True if it succeeds.
 
         If it fails, return False with a mirror: the remaining members still have all pieces, and
-        until these are exchanged parameters of others may be a step behind. Without a mirror raise
-        ExchangeError.
+        until they have exchanged them, this member's copies of others' parameters may be a step
+        behind. Without a mirror raise ExchangeError.
         """
         try:
             tell()

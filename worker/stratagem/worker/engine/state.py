@@ -80,8 +80,8 @@ class TrainerState:
     def copied_mirror(
         self, step: int, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State | None:
-        """Return the previous member's `copied` state from the mirror of its slice; None without a
-        mirror."""
+        """Return the result of `copied` of the previous member, made from the mirror of its slice;
+        None without a mirror."""
         if self.pieces is None or not self.pieces.is_mirrored:
             return None
         tensors, metadata = self.live(step)
@@ -156,7 +156,7 @@ class Exchange(Protocol):
 
     @property
     def name(self) -> str:
-        """Names of the engines and methods in use, for people."""
+        """Names of the engines and methods in use, for display."""
 
     @property
     def shares_memory(self) -> bool:
@@ -219,7 +219,7 @@ class MemberTrainer(Protocol[Exchange_contra]):
         """Return the evaluator of the present state, to be used before the next step."""
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate this member's batches of the share; return their sums."""
+        """Evaluate this member's share of the batches; return the sums."""
 
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
         """Return this member's state, copied to the CPU. Where members hold different states, only

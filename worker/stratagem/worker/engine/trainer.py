@@ -221,7 +221,7 @@ class Trainer:
         return self.setup.evaluator
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
-        """Evaluate the share's batches; return their sums."""
+        """Evaluate this member's share of the batches; return the sums."""
         with evaluated(self.job, self._average), constant_buffers(self.model), self._passing():
             parts = self.evaluator().parts_of(share)
         if self.pieces is not None:
@@ -248,7 +248,7 @@ class Trainer:
 
     @cached_property
     def buckets(self) -> GradientBuckets:
-        """The storage of exchanged gradients; it outlives memberships."""
+        """The buckets through which gradients are exchanged; they outlive memberships."""
         bucket_bytes = BUCKET_BYTES if self.compressor is None else CODED_BUCKET_BYTES
         is_full = self.share is not None and self.share.is_full and self.share.size > 1
         return GradientBuckets(
@@ -320,7 +320,7 @@ def all_or_none(turns: Sequence[StepTurn], saved: TrainerState, step: int) -> It
 
 
 def _belongs(name: str, of_last: Set[str]) -> bool:
-    """Return whether only the last turn changes this tensor of a state."""
+    """Return whether, of all turns of a step, only the last changes this tensor of a state."""
     if name.startswith(AVERAGE):
         return True
     if name.startswith(state_format.OPTIMIZER):

@@ -38,7 +38,7 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 def by_turn(
     turns: Sequence[TurnSpec], params: NamedParams
 ) -> list[tuple[TurnSpec, list[tuple[str, nn.Parameter]]]]:
-    """Return each turn with the parameters that it trains."""
+    """Return each turn (one of the updates of a step) with the parameters that it trains."""
     return [(turn, [(n, p) for n, p in params if turn.holds(n)]) for turn in turns]
 
 
@@ -75,7 +75,7 @@ class StepTurn:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The turn's part of the random numbers' key, after the step; empty without turns."""
+        """The turn's part of the key of random numbers, after the step's; empty without turns."""
         return () if self.number is None else (self.number,)
 
     def begin(self, params: NamedParams) -> None:

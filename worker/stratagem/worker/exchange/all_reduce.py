@@ -51,7 +51,7 @@ class Tree:
     """One member's messages and additions in the tree for a small bucket, in order."""
 
     up: tuple[Hop | Addition, ...]
-    """The operations up the tree, after which member 0 has the sum in its set 0."""
+    """The operations up the tree, which bring the sum to member 0's set 0 (copy of the buckets)."""
     down: tuple[Hop, ...]
     """The messages down the tree, after which all members have the sum."""
 
@@ -59,8 +59,9 @@ class Tree:
 def plan_tree(
     party: ShardOwners, step: StepPlan, flats: Sequence[Tensor], first_tag: int, stage: Tensor
 ) -> Tree:
-    """Return one member's part in the tree. flats: this bucket in every set of the member; stage: a
-    buffer for one message. Uses the tags [first_tag, first_tag + num_shards]."""
+    """Return one member's part in the tree. flats: this bucket in each of the member's sets (copies
+    of all buckets); stage: a buffer for one message. Uses the tags [first_tag, first_tag +
+    num_shards]."""
     rank = party.rank
     held = {
         node: (owner, index)
@@ -70,7 +71,7 @@ def plan_tree(
     up: list[Hop | Addition] = []
 
     def add_up(node: Node) -> tuple[int, int]:
-        """Return (the member that ends up with the node's sum, the set it is in there)."""
+        """Plan a node's sum; return (the member that has it then, the index of its set there)."""
         if node in held:
             return held[node]
         below = split_node(node)
@@ -202,9 +203,9 @@ def prepare(
     window: int,
     kept: KeptSums | None = None,
 ) -> tuple[Piece, ...]:
-    """Return this member's part in all pieces. Pieces i and i + window share receive buffers, so at
-    most `window` pieces may be in progress. kept: the storage of sums that stay here, if not set
-    0."""
+    """Return this member's part in the exchange of all pieces. Pieces i and i + window share
+    receive buffers, so at most `window` pieces may be in progress. kept: the storage of sums that
+    stay on this member, if that is not set 0."""
     foreign = [
         (peer, node)
         for peer, nodes in enumerate(step.nodes)
@@ -399,7 +400,7 @@ class DirectMethod:
 class _Prepared(NamedTuple):
     pieces: tuple[Piece, ...]
     num_partials: int
-    """The number of sets from which this member sends."""
+    """The number of sets (copies of the buckets) from which this member sends."""
 
 
 @dataclass(slots=True)
@@ -443,8 +444,8 @@ class _DirectRun:
         self.turn.wait(self.rest)
 
     def _has_window(self, bucket: int, index: int) -> bool:
-        """Return whether a bucket is in its window, or may be copied there while piece `index` is
-        the first not yet added."""
+        """Return whether a bucket is in its window (send buffer). If the window is free, while
+        piece `index` is the first not yet added, the bucket is copied there."""
         if self.lent is None or bucket < self.num_filled:
             return True
         before = bucket - NUM_WINDOWS
@@ -459,8 +460,8 @@ class _DirectRun:
         return True
 
     def _send_ready(self, index: int) -> None:
-        """Send piece `index` once its bucket was launched, and later pieces that are ready and fit
-        the window."""
+        """Send piece `index` after its bucket's launch, and later ready ones that fit the
+        window."""
         last = min(index + self.window, len(self.pieces))
         if not self.link.in_order:
             while len(self.receives) < last:
@@ -482,7 +483,7 @@ class _DirectRun:
                 self.rest += self._post((), piece.receive_sums)
 
     def _climb(self, piece: Piece, tree: Tree) -> None:
-        """Run a tree up and down, one message at a time, adding in between."""
+        """Pass a small bucket up and down the tree, one message at a time, adding in between."""
         for move in tree.up:
             if isinstance(move, Hop):
                 self._hop(move)

@@ -77,13 +77,13 @@ class GradientBuckets:
         return self.layout.buckets[-1].numel
 
     def tensors(self, index: int) -> list[Tensor]:
-        """Return the flat buckets of one set, extras last. Set 0 receives the sums."""
+        """Return the flat buckets of one set (copy), extras last. Set 0 receives the sums."""
         while len(self._sets) <= index:
             self._add_set(self._make_flats(self.all))
         return self._sets[index]
 
     def views(self, index: int) -> list[Tensor]:
-        """Return the gradients of one set, by parameter."""
+        """Return the gradients of one set (copy of all buckets), in order of parameter."""
         self.tensors(index)
         return self._views[index]
 
@@ -108,7 +108,7 @@ class GradientBuckets:
                 flat.untyped_storage().resize_(0)
 
     def hold(self) -> None:
-        """Allocate freed memory again, as zeros, unless buckets give memory back anyway."""
+        """Allocate freed memory as zeros again, unless a bucket's first gradient allocates it."""
         if self.gives_back:
             return
         for index in range(len(self._sets)):
@@ -134,7 +134,7 @@ class GradientBuckets:
             flat.zero_()
 
     def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
-        """Direct the next gradients into this set; on_full is called with each full bucket."""
+        """Direct the next gradients into this set (bucket copy); on_full gets each full bucket."""
         self.tensors(index)
         self._filling, self._filling_set = self._views[index], index
         self._on_full = on_full
@@ -162,7 +162,7 @@ class GradientBuckets:
             param.grad = None
 
     def fill(self, gradients: Iterable[Tensor]) -> None:
-        """Copy gradients that were computed elsewhere, by parameter, into the present set."""
+        """Copy gradients computed elsewhere, in order of parameter, into the present set."""
         if self._filling is None:
             raise RuntimeError("begin comes first")
         for view, gradient in zip(self._filling, gradients, strict=True):
@@ -182,7 +182,7 @@ class GradientBuckets:
         self._is_further = False
 
     def expose(self) -> Tensor:
-        """Set every param.grad to its sum, in set 0; return the summed extras."""
+        """Set every param.grad to its sum, in set 0; return the summed extras (scalars)."""
         self.tensors(0)
         for index, (param, view) in enumerate(zip(self._params, self._views[0], strict=True)):
             if index in self._are_narrow:
@@ -194,13 +194,13 @@ class GradientBuckets:
         return self._sets[0][-1].to("cpu", copy=True)
 
     def extras(self) -> Tensor:
-        """Drop every param.grad; return the summed extras."""
+        """Drop every param.grad; return the summed extras (the step's scalars)."""
         for param in self._params:
             param.grad = None
         return self._sets[0][-1].to("cpu", copy=True)
 
     def divide(self, divisor: float) -> None:
-        """Divide the sums in the bucket's type, so that a narrow parameter rounds only once."""
+        """Divide the sums in the bucket's type, so that a narrow (16-bit) parameter rounds once."""
         for flat in self.tensors(0)[:-1]:
             flat.div_(divisor)
         self.expose()
@@ -316,7 +316,7 @@ class LentBuckets:
         ]
 
     def fill(self, bucket: int, num_partials: int) -> None:
-        """Copy the partial sums of a bucket into its window, and free its memory."""
+        """Copy the partial sums of a bucket into its window (send buffer); free its memory."""
         if bucket == len(self.buckets.layout.buckets) - 1:
             return
         for index in range(num_partials):

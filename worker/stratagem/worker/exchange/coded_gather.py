@@ -165,7 +165,7 @@ class Summing:
     partials: Mapping[Node, Sequence[Tensor]]
     """Partial sums as flat buckets, keyed by node of the tree."""
     incoming: Mapping[int, Tensor]
-    """The received pieces, by shard."""
+    """The other members' coded pieces of the portion, by shard."""
 
     def total(self, num_live: int) -> Sequence[Tensor]:
         """Return the portion's sum over all live shards, as flat buckets."""

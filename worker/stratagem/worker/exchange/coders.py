@@ -51,8 +51,7 @@ class Coder(Protocol):
         replaced by their decoded values. Raises NonFiniteError before anything is changed."""
 
     def decode(self, payload: Tensor, key: int, gradients: Sequence[Tensor], *, adds: bool) -> None:
-        """Decode a payload into the gradients; adds: add to them instead. payload: uint8, on any
-        device."""
+        """Decode a payload (uint8, any device) into the gradients; adds: add to them instead."""
 
 
 def coder_of(

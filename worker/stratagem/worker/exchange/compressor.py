@@ -155,13 +155,13 @@ class Compressor:
         return self._portions[layout.digest]
 
     def begin_step(self, step: int, owned: range) -> None:
-        """Begin a step; drop one not applied. `owned` may change only after `load_state`."""
+        """Begin a step, dropping one not applied. `owned` may change only after `load_state`."""
         self._step, self._coded, self._units = step, {}, {}
         if self.keeps_state and owned != self._owned:
             self._assign(owned)
 
     def weigh(self, shard: int, weight: float) -> None:
-        """Set an own shard's weight, the first of its extras; required before `code`."""
+        """Set the weight of a shard of this member, the first extra; required before `code`."""
         self._units[shard] = unit(weight, self._numerics)
 
     def code(self, shard: int, portion: Portion, gradients: Sequence[Tensor]) -> None:
@@ -201,7 +201,7 @@ class Compressor:
         self._coded[shard].extras = extras.clone()
 
     def piece(self, shard: int, portion: Portion) -> Tensor:
-        """Return the piece of an own shard's portion for other members: uint8 on the CPU."""
+        """Return a portion's piece of a shard of this member, to be sent: uint8 on the CPU."""
         coded = self._coded[shard]
         payload = coded.payloads[portion.index]
         if not portion.has_extras:
@@ -219,7 +219,7 @@ class Compressor:
         return payload if self._numerics < 2 else torch.cat([payload, weight.view(torch.uint8)])
 
     def message(self, shard: int) -> Tensor:
-        """Return the whole message of an own shard: uint8 on the CPU."""
+        """Return the whole message of a shard of this member: uint8 on the CPU."""
         coded = self._coded[shard]
         assert coded.extras is not None
         payloads = [coded.payloads[index] for index in sorted(coded.payloads, reverse=True)]

@@ -247,7 +247,7 @@ class GossipExchange:
     def _mixed(
         self, node: int, bucket: Bucket, flats: Mapping[int, Tensor], distances: Distances
     ) -> Tensor:
-        """Return the node's mixed values in the bucket's dtype, and add to its distances."""
+        """Return a node's mixed values in the bucket's dtype, and add to the node's `Distances`."""
         device = flats[node].device
         mixed = self._flat(-1, 0, bucket, device)
         buffers = [self._buffer(i, device) for i in range(4)]
@@ -269,7 +269,7 @@ class GossipExchange:
         return mixed
 
     def _flat(self, node: int, index: int, bucket: Bucket, device: torch.device) -> Tensor:
-        """Return storage for a bucket of a node, which the bucket WINDOW later reuses."""
+        """Return flat storage for a node's bucket; the bucket WINDOW places later gets the same."""
         key, size_bytes = (node, index % WINDOW), bucket.numel * bucket.dtype.itemsize
         held = self._pool.get(key)
         if held is None or held.numel() < size_bytes or held.device != device:
@@ -285,7 +285,7 @@ class GossipExchange:
         return held
 
     def _tags(self, count: int) -> int:
-        """Reserve `count` tags and return the first; all members reserve in the same order."""
+        """Reserve `count` message tags, in the same order on all members; return the first."""
         if self._next_tag + count > MAX_TAG:
             self._next_tag = 0
         first = self._next_tag

@@ -148,7 +148,8 @@ async def _stage(
     manifest: Manifest,
     requests: AsyncIterator[pb.ApplyGradientsRequest],
 ) -> None:
-    """Stage chunks until the commit; a stream that ends without one changes nothing."""
+    """Pass a stream's chunks to the transport until its commit message; a stream without one
+    changes nothing."""
     writer = ChunkWriter(
         manifest.total_bytes,
         lambda offset, data: transport.stage(step, offset, data),

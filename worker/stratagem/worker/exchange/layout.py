@@ -187,7 +187,7 @@ class ShardOwners:
 
 @dataclass(frozen=True, slots=True)
 class SetAddition:
-    """An addition of set `source` to set `target`, done after a shard."""
+    """An addition of set `source` (a copy of all buckets) to set `target`, done after a shard."""
 
     target: int
     source: int
@@ -195,7 +195,7 @@ class SetAddition:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One member's shards, sets and additions in a step with num_live shards."""
+    """One member's shards, sets (copies of all buckets) and additions, for num_live shards."""
 
     num_live: int
     live: range
@@ -203,7 +203,7 @@ class StepPlan:
     sets: tuple[int, ...]
     """The set for the gradients of each own live shard."""
     folds: tuple[tuple[SetAddition, ...], ...]
-    """The additions after each own live shard."""
+    """The additions to make after each of the member's live shards."""
     nodes: tuple[tuple[Node, ...], ...]
     """Each member's final partial sums, by rank. This member's are in the sets 0, 1, ... in the
     same order."""
@@ -287,11 +287,10 @@ def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
 
 
 class FewGradients:
-    """A faster `parts_of` with the same bits, for small gradients on the CPU, with preallocated
-    buffers."""
+    """Faster `parts_of` for small gradients on the CPU: the same bits, by preallocated buffers."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
-        """Allocate the buffers. shapes: at most one block each."""
+        """Allocate the buffers. shapes: of the gradients, at most one block each."""
         self._copies = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
 
     def parts(self, grads: Sequence[Tensor | None], numerics: int) -> list[Tensor]:

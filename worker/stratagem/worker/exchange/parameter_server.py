@@ -49,7 +49,7 @@ class StreamVector:
 
 
 class Freight(Protocol):
-    """The interface of a step's payloads, up and down; the object is reused for each step."""
+    """Interface of a step's payloads to the server and back; the object is reused for each step."""
 
     inbox: list[Tensor]
     """The buffers for the returned values, in order."""
@@ -74,7 +74,7 @@ class Freight(Protocol):
 
 
 class SumFreight:
-    """Uncoded partial sums, sent from the buckets."""
+    """The payloads of a step as uncoded partial sums, sent from the buckets."""
 
     layout: tuple[TensorLayout, ...] = ()
 
@@ -106,7 +106,8 @@ class SumFreight:
 
 
 class CodedFreight:
-    """Coded messages of the member's shards up; the returned values down, as described above."""
+    """Coded messages of the member's shards to the server; back come the messages of all shards, or
+    if these are more bytes, the sums."""
 
     def __init__(self, buckets: GradientBuckets, compressor: Compressor, rank: int) -> None:
         self._buckets, self._compressor, self._rank = buckets, compressor, rank
@@ -377,7 +378,7 @@ class ServerTransport:
                 self._waiters.pop(waiter, None)
 
     def _notify(self) -> None:
-        """Wake both sides; requires the lock `_changed`."""
+        """Wake the torch thread and the event loop's waiters; requires the lock `_changed`."""
         self._changed.notify_all()
         for waiter, loop in self._waiters.items():
             if not loop.is_closed():

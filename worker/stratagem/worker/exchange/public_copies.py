@@ -91,7 +91,7 @@ class PublicCopies:
         self._states: dict[int, State] = {}
 
     def encode(self, node: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the coded move of an own node in a step (uint8)."""
+        """Return the coded move of one of this member's nodes in a step (uint8)."""
         moves = [x - copy for x, copy in zip(_flats(tensors), self._copies[node], strict=True)]
         try:
             payload, self._states[node] = self._codec.encode(
@@ -133,7 +133,7 @@ class PublicCopies:
         return distances
 
     def state(self, node: int) -> dict[str, Tensor]:
-        """Return the state of an own node, by `public/<parameter>` and the codec's names."""
+        """Return a local node's state, by `public/<parameter>` and the codec's names."""
         copies = {
             f"{PUBLIC}{spec.name}": torch.from_numpy(copy)
             for spec, copy in zip(self._layout, self._copies[node], strict=True)

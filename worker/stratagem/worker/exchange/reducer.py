@@ -298,7 +298,7 @@ class GradientReducer:
         return self.buckets.reached()
 
     def weigh(self, weight: float) -> None:
-        """Ignored: one shard's weight does not determine the divisor of the step."""
+        """Do nothing: one shard's weight does not determine the divisor of the step."""
 
     def divide(self, divisor: float) -> None:
         """Divide the sums after finish, if the divisor was not known in advance."""
@@ -393,7 +393,7 @@ class GradientReducer:
         self._num_coded += 1
 
     def _launch(self) -> None:
-        """Launch full buckets, always in their fixed order."""
+        """Launch full buckets (declare them final), always in their fixed order."""
         while self._next_bucket < len(self._full) and self._may_launch(self._next_bucket):
             bucket = self._next_bucket
             self._next_bucket += 1

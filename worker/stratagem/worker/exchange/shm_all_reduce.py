@@ -41,8 +41,8 @@ BLOCK_BYTES = 256 << 10
 """Size of a block that is added, divided and copied at once, to fit into a core's cache."""
 
 NUM_WINDOWS = 2
-"""The number of windows: a member launches a bucket when all have launched the previous one, and so
-have added the one before that."""
+"""The number of windows (buffers that buckets use in turn); two are enough, since a member launches
+a bucket when all have launched the previous one, and so have added the one before that."""
 
 MemberSets = Sequence[Sequence[Sequence[Tensor]]]
 """Tensors by rank, set and bucket."""
@@ -54,7 +54,7 @@ class Block:
 
     additions: tuple[Addition, ...]
     total: Tensor
-    """The sum: a part of this member's set 0."""
+    """The tensor for the sum: a part of this member's set 0, the set that receives the sums."""
     copies: tuple[Tensor, ...]
     """The same part in the set 0 of every other member, to which the sum is copied."""
     is_extras: bool
@@ -137,8 +137,8 @@ class SharedTransport:
         self._error = ""
 
     def _place_sums(self, memory: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Return the sums of slices by rank, after moving this member's sums there. memory: the
-        rest of each segment."""
+        """Return each member's sums of its slice, by rank; with a mirror they are moved to shared
+        memory. memory: the part of each segment after the buckets."""
         if self._kept_sums is None or self._kept_sums.mirrored is None or self._owners is None:
             return [sets[0] for sets in self._sets]
         layout, owners = self._buckets.layout, self._owners
@@ -192,7 +192,7 @@ class SharedTransport:
         return self._norms
 
     def open_sums(self) -> Sequence[Tensor]:
-        """Block until all sums are there; return the previous member's buckets or separate sums."""
+        """Block until all sums are there; return the previous member's, in its buckets or apart."""
         self.meet()
         return self._sums[(self._party.rank - 1) % self._party.size]
 
@@ -317,7 +317,7 @@ def prepare_blocks(
 
 
 class _Staying(NamedTuple):
-    """Owners of sums that stay with them, and the sums' storage if it is not set 0."""
+    """The owners with which the sums of slices stay, and the sums' storage if it is not set 0."""
 
     stays: bool
     kept: KeptSums | None

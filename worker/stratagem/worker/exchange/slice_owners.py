@@ -33,7 +33,7 @@ class OwnedPart:
 
     @property
     def num_blocks(self) -> int:
-        """Number of norms of its gradient: one per block, at least one."""
+        """Number of norms of the part's gradient: one per block, at least one."""
         return max(1, -(-(self.stop - self.first) // BLOCK))
 
 
@@ -52,7 +52,7 @@ class SliceOwners:
         return tuple(sum(part.num_blocks for part in parts) for parts in self.parts)
 
     def mirrored_rank(self, rank: int) -> int:
-        """Return the rank whose parts this rank mirrors: the one before it."""
+        """Return the rank whose parts this rank also updates, as its mirror: the one before it."""
         return (rank - 1) % len(self.parts)
 
     def places_of_norms(self) -> list[list[tuple[int, range]]]:
@@ -164,8 +164,7 @@ def keep_sums(
 def shared_bytes(
     kept: KeptSums | None, layout: BucketLayout, owners: SliceOwners | None, size: int
 ) -> list[int]:
-    """Return by rank the bytes of shared memory that `kept_in` needs; 0 if sums are not
-    mirrored."""
+    """Return by rank the shared bytes that `kept_in` needs; 0 if sums are not mirrored."""
     if kept is None or kept.mirrored is None or owners is None:
         return [0] * size
     return [sum(up for _, up in _places(layout, owners, rank)) for rank in range(size)]
@@ -182,7 +181,7 @@ def kept_in(memory: Tensor, layout: BucketLayout, owners: SliceOwners, rank: int
 
 
 def _places(layout: BucketLayout, owners: SliceOwners, rank: int) -> list[tuple[int, int]]:
-    """Return for each bucket the size of a member's sums in bytes, without and with padding."""
+    """Return for each bucket the bytes of a member's sums, without and with padding."""
     widths = [bucket.dtype.itemsize for bucket in layout.buckets]
     ranges = [slices[rank] for slices in owners.slices]
     sizes = [(b - a) * width for (a, b), width in zip(ranges, widths, strict=False)]

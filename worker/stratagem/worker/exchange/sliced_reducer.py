@@ -123,7 +123,7 @@ class FragmentExchange:
 
     @property
     def name(self) -> str:
-        """Name of the engine, for people."""
+        """Name of the engine, for display."""
         return self.reducers[0].name
 
     @property

@@ -56,8 +56,7 @@ class SliceExchange:
             flat[start:stop].div_(divisor)
 
     def sums(self) -> list[Tensor]:
-        """Return the flat sums of this member's parts, in order: views of the exchange's
-        storage."""
+        """Return the flat sums of this member's parts, in order: views of exchanged storage."""
         if self._kept_sums is not None:
             return [_kept_part_of(self._kept_sums, part) for part in self._parts]
         return [_part_of(self._buckets.tensors(0), part) for part in self._parts]
@@ -153,7 +152,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """The transfers of one member in a gathering, prepared for all steps."""
+    """One member's transfers that gather norms, sums or slices, prepared for all steps."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
@@ -233,7 +232,7 @@ class LinkSlices:
 
 
 def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
-    """Return the number of tags of the gatherings of one step."""
+    """Return the number of message tags that the gatherings of one step use."""
     return 1 + 2 * len(cut_slices(buckets.layout, owners))
 
 

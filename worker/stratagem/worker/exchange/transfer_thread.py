@@ -53,7 +53,7 @@ class Method(Protocol):
 
     @property
     def suffix(self) -> str:
-        """Return the text added to the engine's name for people; empty for the default method."""
+        """Return the text added to the engine's name for display; empty for the default method."""
 
     @property
     def num_tags(self) -> int:

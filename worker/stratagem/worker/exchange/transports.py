@@ -81,7 +81,7 @@ class ReductionTransport(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the engine, for people: "solo", "shm", "gloo ring", ..."""
+        """Name of the engine, for display: "solo", "shm", "gloo ring", ..."""
 
     def begin(
         self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
@@ -172,7 +172,7 @@ class ParameterTransport(Protocol):
         until all have declared so. Raises ExchangeError."""
 
     def updated(self) -> None:
-        """Declare the own parts updated; block until all members have. Raises ExchangeError."""
+        """Declare this member's parts updated; block until all have. Raises ExchangeError."""
 
     def cut(self) -> None:
         """Make calls in progress raise; from any thread."""
@@ -224,11 +224,11 @@ class SliceTransport(Protocol):
         validity. Return flat buckets with that slice. Raises ExchangeError."""
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
-        """Declare the own slices of set 0 final; block until all members have. Return by rank flat
-        buckets with that rank's slices. Raises ExchangeError."""
+        """Declare this member's slices of set 0 final; block until all members have. Return by rank
+        flat buckets with that rank's slices. Raises ExchangeError."""
 
     def close_slices(self) -> None:
-        """Block until no other member reads the own slices any more. Raises ExchangeError."""
+        """Block until no other member reads this member's slices any more. Raises ExchangeError."""
 
 
 # ---- Transfers and additions ----
@@ -241,7 +241,7 @@ class SliceTransport(Protocol):
 class Transfer:
     peer: int
     tag: int
-    """The tag within the step."""
+    """The number that matches a send with its receive, within the step."""
     tensor: Tensor
 
 

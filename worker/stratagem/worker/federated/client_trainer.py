@@ -108,7 +108,8 @@ class ClientStep:
 
 @dataclass(frozen=True, slots=True)
 class Toward:
-    """A penalty on the distance to a state: (strength / 2)·‖v − w‖² over the trained parameters."""
+    """A penalty on the distance of the model v to a state w: (strength / 2)·‖v − w‖² over the
+    trained parameters."""
 
     state: Mapping[str, Tensor]
     strength: float
@@ -432,7 +433,7 @@ class ClientRunner:
 
 
 def _seen(number: int, rows: Rows, report: LocalReport) -> StepView:
-    """Return on_step's view of a client's step; steps count within the round."""
+    """Return the view of a client's step that on_step gets; steps count within the round."""
     counted = report.counted
     weight = 0.0 if report.is_skipped else counted.weight
     metrics = means(counted.logged)

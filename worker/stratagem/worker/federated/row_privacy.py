@@ -49,7 +49,8 @@ from stratagem.worker.user_code.entrypoints import user_code
 # Source: McMahan et al. 2018, https://arxiv.org/abs/1710.06963 (flat clipping).
 
 _SHORTER: Final = 2.0**-24
-"""The clipping factor is reduced by this share, then by twice as much, and so on."""
+"""Share by which the clipping factor is reduced at first, then twice that, until the change
+fits."""
 
 
 @dataclass(frozen=True, slots=True)

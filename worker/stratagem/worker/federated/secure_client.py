@@ -231,9 +231,9 @@ class SecureClient:
         signatures: Mapping[int, bytes],
         sealed: Mapping[int, bytes],
     ) -> dict[int, tuple[bool, bytes]]:
-        """Return for each neighbour and this client one share of a secret, and whether it is of the
-        mask key. signatures: the neighbours', of the same set. sealed: the shares sealed for this
-        client."""
+        """Return one share of a secret of each neighbour and of this client, and whether the secret
+        is the mask key. signatures: the neighbours', of the same set of survivors. sealed: the
+        shares sealed for this client."""
         record = self._shared_record()
         if not record.survivors or record.survivors != tuple(survivors):
             raise RefusedBySiteError(
@@ -358,7 +358,7 @@ class SecureClient:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def _context(self, record: RoundRecord, owner: int) -> bytes:
-        """Return the context to which shares are bound: their owner, and the round's members."""
+        """Return the bytes that bind the sealed shares to their owner and the round's members."""
         members = self._round.of_members(record.members, bytes.fromhex(record.ring_seed))
         return self._round.transcript("holders", owner, members)
 

@@ -1,7 +1,8 @@
 """Answer the coordinator's calls in this worker's secure rounds, and provide the masks of updates.
 
-Owns the way from messages to the steps of secure_client.py and back, and the lines of the site's
-audit about them. A refusal is an answer with its cause; nothing of a secret is in it, or in a log.
+The module translates messages into the steps of secure_client.py and back, and writes the lines of
+the site's audit about them. A refusal is an answer with its cause; nothing of a secret is in it, or
+in a log.
 """
 
 import hashlib

@@ -206,8 +206,8 @@ class BlobUpload:
             raise
 
     def read(self, file: tensor_pb2.OpenFile, limit_s: float) -> None:
-        """Read the offered file if possible and if nothing was received yet; bytes missing after
-        limit_s come as chunks instead. Run it in a thread."""
+        """Read the file that the coordinator offers, if possible and if nothing was received yet;
+        bytes missing after limit_s come over the stream instead. Run it in a thread."""
         if self.writer.received:
             return
         with suppress(IntegrityError, UnreadableFileError):
@@ -336,8 +336,8 @@ class ReceivedBlobs:
     def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
         """Open the upload of a blob, new or interrupted. The caller resets `is_open`.
 
-        An upload opened by a coordinator of an earlier term is dropped, since that coordinator may
-        be frozen.
+        An upload opened by a coordinator of an earlier leadership term is dropped, since that
+        coordinator may be frozen.
         """
         upload = self._uploads.get((run_id, digest))
         if upload is not None and upload.is_open and upload.term >= term:

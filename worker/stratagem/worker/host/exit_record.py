@@ -198,7 +198,8 @@ def _printable(text: str) -> str:
 
 
 def _add_status(last: pb.PreviousExit, pid: object, supervisor: str) -> None:
-    """Add the supervisor's "[PID:]STATUS" or "[PID:]stopped" if it is about the same process."""
+    """Add the exit status from the supervisor, "[PID:]STATUS" or "[PID:]stopped", if it is about
+    the same process."""
     of, _, status = supervisor.rpartition(":")
     if not status or (of and of != str(pid)):
         return
@@ -210,7 +211,7 @@ def _add_status(last: pb.PreviousExit, pid: object, supervisor: str) -> None:
 
 
 def _add_fault(last: pb.PreviousExit, faults: Path) -> None:
-    """Add the signal, and the line of the job's code, from faulthandler's output."""
+    """Add the fatal signal, and the line of the job's code, from faulthandler's output."""
     try:
         lines = faults.read_text(errors="replace").splitlines()
     except OSError:

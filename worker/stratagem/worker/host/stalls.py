@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 # The rules are pure functions.
 
 USUAL: Final = 2.0
-"""A stay is long if it exceeds the longest earlier one by this factor."""
+"""A thread's stay at one activity is long if it exceeds the longest earlier one by this factor."""
 AGAIN: Final = 1.5
 """A stall is reported again when its duration has grown by this factor."""
 LATE: Final = 10.0
@@ -69,7 +69,7 @@ class ThreadStay:
     num_moves: int
     since_s: float
     longest_s: float = 0.0
-    """The longest ended stay of the same run."""
+    """The longest stay at one activity of the same run that has ended."""
 
     def seen(self, num_moves: int, now_s: float) -> "ThreadStay":
         """Return the stay updated by an observation: number of activity changes, and the time."""
@@ -99,7 +99,7 @@ class StackFrame(NamedTuple):
 
     @property
     def place(self) -> str:
-        """File, line and function, for people."""
+        """File, line and function, for display."""
         return f"{self.file.rpartition('/')[2]}, line {self.line}, in {self.function}"
 
 

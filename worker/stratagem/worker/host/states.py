@@ -1,7 +1,8 @@
 """Read states directly from the folder of states, or from an object store.
 
-Every leaf is checked against its digest, and the list of leaves against that of the state. A state
-that cannot be read here is requested from the coordinator, like any other blob.
+Every leaf (piece of a state that is stored by itself) is checked against its digest, and the list
+of leaves against that of the state. A state that cannot be read here is requested from the
+coordinator, like any other blob.
 """
 
 import asyncio
@@ -90,7 +91,7 @@ class DirectStates:
 def _fresh_upload(
     blobs: ReceivedBlobs, run_id: str, digest: str, listed: LeafList, term: int
 ) -> BlobUpload:
-    """Begin a blob again, without what an interrupted stream has stored."""
+    """Open a blob's upload without the bytes that an interrupted stream has stored."""
     upload = blobs.open_upload(run_id, digest, listed.manifest, term)
     if upload.writer.received:
         blobs.forget(run_id, upload)
@@ -200,7 +201,7 @@ NUM_AHEAD: Final = 4
 """Number of leaves in memory or in transfer at once."""
 NUM_ATTEMPTS: Final = 3
 _NUM_PIECES: Final = 256
-"""The number of small tensors that are stored at once."""
+"""The number of small tensors whose bytes are passed on at once."""
 
 
 async def received_list(
@@ -209,7 +210,8 @@ async def received_list(
     limits: Limits,
     idle_timeout_s: float,
 ) -> LeafList:
-    """Return the list of leaves after the header. Raises IntegrityError for a wrong digest."""
+    """Receive a state's list of leaves after the header. Raises IntegrityError for a wrong
+    digest."""
     most = len(MAGIC) + MAX_HEADER_BYTES
     most += 32 * (limits.max_total_bytes // LEAF_BYTES + limits.max_tensors + 1)
     if header.list_bytes > most:

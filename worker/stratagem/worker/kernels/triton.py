@@ -250,7 +250,7 @@ def tree_program(x, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
 
 @triton.jit
 def _projection(seed, block, j, size):
-    """Return the place inside the block that place j reads, and its sign."""
+    """Return the place in the block that place j of the block's sketch reads, and its sign."""
     factor = _hash32(seed, block * 2) | 1
     shift = _hash32(seed, block * 2 + 1)
     place = (factor * j.to(tl.uint32) + shift) & (size - 1)

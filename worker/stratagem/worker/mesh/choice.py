@@ -202,7 +202,7 @@ def form_messages(
 
 
 class _Forming:
-    """The engines opened for one membership, of which one is chosen."""
+    """The engines opened to form the link of one membership; one of them is chosen."""
 
     def __init__(
         self,

@@ -73,8 +73,8 @@ class MessageLink(Protocol):
         """Name of the engine: "shm", "grpc"."""
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Open a step: from now on accept each of these messages, (source, tag), once, and none of
-        older steps."""
+        """Open a step: from now on accept these messages, (source, tag), once, and no older
+        ones."""
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int) -> PendingTransfer: ...
 

@@ -63,7 +63,7 @@ class Group:
 
 
 class Endpoint:
-    """A local member as others reach it. `streams` and `was_cut` are used on the event loop."""
+    """A member in this process as others reach it; streams and was_cut are the event loop's."""
 
     def __init__(self, group: Group, max_early_bytes: int) -> None:
         self.group = group
@@ -118,7 +118,7 @@ class PeerHub:
                 del self._endpoints[endpoint.group.key]
 
     def find(self, header: peer_pb2.PeerHeader) -> Endpoint:
-        """Return the endpoint of a header; raise if the sender is not in its membership."""
+        """Return the endpoint that a header names; raise if the sender is not in its membership."""
         key = (header.run_id, header.party, header.destination)
         with self._lock:
             newest = self._memberships.get(key, 0)

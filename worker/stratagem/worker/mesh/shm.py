@@ -284,7 +284,7 @@ def _receive(sock: socket.socket, num_bytes: int, peer: int, deadline_s: float) 
 def form_shared(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> "SharedGroup":
-    """Connect all members as a group, with the errors of `connect`."""
+    """Connect all members as a group that shares memory; raises the errors of `connect`."""
     return SharedGroup(rank, size, connect(listener, rank, size, addresses, timeout_s))
 
 

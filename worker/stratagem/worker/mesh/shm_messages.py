@@ -84,8 +84,8 @@ class SlotLink:
         return work
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Open a step: from now on accept each of these messages, (source, tag), once, and none of
-        older steps."""
+        """Open a step: from now on accept these messages, (source, tag), once, and no older
+        ones."""
         self._box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:

@@ -52,7 +52,7 @@ class ProcessGroupLink:
         return ExchangeError(f"{what}: {error}")
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes in transfer; negative when their wait has ended."""
+        """Add to the number of bytes in transfer; negative once their wait has ended."""
 
     def _begin(
         self, what: str, tensor: Tensor, flow: Flow, start: Callable[[Any], dist.Work]
@@ -326,8 +326,8 @@ def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
 
 
 def serve_nccl(host: str, timeout_s: float) -> TCPStore:
-    """Serve the store that nccl uses at the first transfer of a pair: the first member does so from
-    before the rendezvous until the end of the group."""
+    """Serve the store that nccl uses at the first transfer of a pair. The first member of the group
+    does so, from before the rendezvous until the group's end."""
     try:
         return TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:

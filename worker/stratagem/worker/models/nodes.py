@@ -21,7 +21,7 @@ from stratagem.worker.models.program import add_uses, draws_random_numbers
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A parameter as one node has it; all copies in a process share memory."""
+    """One node's copy of a parameter; all copies in a process share memory."""
 
     node: str
     param: nn.Parameter
@@ -39,7 +39,7 @@ class Trained:
         return self.copies[0].param
 
     def gradient(self) -> Tensor | None:
-        """Return the sum of the copies' gradients, from the last one; None without any."""
+        """Return the sum of the copies' gradients, from the last copy on; None without any."""
         return add_uses(copy.param.grad for copy in self.copies)
 
     def forget(self) -> None:

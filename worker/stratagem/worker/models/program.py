@@ -18,7 +18,7 @@ from stratagem.common.model.program import Bundle, Call, FromNode, ModelInput, N
 # ---- Run a program ----
 
 Slots = dict[tuple[str, int], Any]
-"""Values keyed by (node, use); each is removed when it is used."""
+"""Values of nodes' outputs, keyed by (node, use); each is removed when it is used."""
 
 
 def run_calls(
@@ -41,7 +41,7 @@ def put(slots: Slots, node: str, num_uses: int, value: Any) -> None:
 
 
 def evaluate(source: Source, given: Any, slots: Slots) -> Any:
-    """Return the value of an argument. given: the model's input."""
+    """Return the value of a call's argument: outputs in `slots`, or the model's input `given`."""
     match source:
         case ModelInput():
             return given

@@ -25,8 +25,7 @@ _OF_ROWS: Final = (torch.float32, torch.float64)
 
 
 def converted_dtype(job: JobSpec) -> torch.dtype | None:
-    """Return the dtype that the job's precision gives to all floats; None if they keep their
-    dtypes."""
+    """Return the dtype that the job's precision gives to all floats; None if they keep theirs."""
     match job.execution.precision:
         case None:
             return None
@@ -56,8 +55,7 @@ def dtypes_of(model: nn.Module) -> Counter[torch.dtype]:
 
 
 def convert(model: nn.Module, job: JobSpec) -> str:
-    """Convert the model to the job's precision, in place; return a sentence about changed dtypes,
-    or ""."""
+    """Convert the model to the job's precision, in place; return a sentence on changes, or ""."""
     wanted = converted_dtype(job)
     if wanted is None:
         return ""
@@ -108,8 +106,7 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raise InvalidInputError that lists all tensors which cannot be trained, stored or sent
-    exactly."""
+    """Raise InvalidInputError that lists tensors that cannot be trained, stored or sent exactly."""
     refused = list(_without_shape(model)) or [*_unusual(model), *_in_common(model)]
     if refused:
         raise InvalidInputError(violations=[Violation(_FIELD, text) for text in refused])

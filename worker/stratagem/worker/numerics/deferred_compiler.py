@@ -15,7 +15,7 @@ import torch
 GUARDED: Final = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 COMPILER: Final = "torch._dynamo"
 CHOSEN: Final = "__dynamo_disable"
-"""Attribute in which a method's guard keeps the function to call, once determined."""
+"""Attribute in which torch's wrapper of an optimizer method caches the function that it calls."""
 
 
 def defer_compiler() -> None:

@@ -126,8 +126,7 @@ MAX_SHAPES: Final = 64
 
 @dataclass(slots=True)
 class CompileGate:
-    """Switches between compiled and eager code, by the size of the batch and so alike on all
-    members."""
+    """Chooses compiled or eager code, by the size of the batch and so alike on all members."""
 
     is_open: bool = False
     is_inference: bool = False

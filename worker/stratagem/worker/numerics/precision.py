@@ -158,7 +158,7 @@ class LossScale:
                     param.grad.div_(self.value)
 
     def absorbs(self, what: str) -> bool:
-        """Return whether a step with non-finite `what` must be skipped, and then halve the scale.
+        """Return whether to skip a step with non-finite `what`; if so, halve the scale.
 
         False if no smaller scale can help: for the loss itself, and once the scale is 2^-14.
         """
@@ -295,7 +295,7 @@ def _check(
 
 
 def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
-    """Yield (numbers, kind of layer, reason) for everything that the device cannot train."""
+    """Yield (number format, kind of layer, reason) for everything that the device cannot train."""
     for numbers in ALL_NUMBERS:
         for kind, reason in _missing(numbers, KINDS, device, True).items():
             yield numbers, kind, reason

@@ -48,7 +48,7 @@ class _Hook:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The seeding that compiled code skips in one computation because hooks are idle."""
+    """The seeding of modules that compiled code skips in one computation: their hooks are idle."""
 
     skipped: Mapping[int, int]
     """Number of calls of modules with idle hooks, keyed by a hash of the name."""

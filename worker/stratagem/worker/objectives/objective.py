@@ -232,8 +232,7 @@ class Objective(Protocol):
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
-        """Compute the loss of a batch without gradients. wants_output: return output and target,
-        too."""
+        """Compute a batch's loss without gradients. wants_output: return output and target, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +273,7 @@ class OutputLoss:
 Weight = Literal["rows", "labels", "shifted_labels"]
 
 IGNORED: Final = -100
-"""The label that is not counted."""
+"""The label of positions that the loss does not count."""
 _CAUSAL: Final = frozenset(
     {"BertLMHeadModel", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"}
 )

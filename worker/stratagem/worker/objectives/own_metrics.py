@@ -60,8 +60,7 @@ class KeptBatch:
 
 
 def kept_batch(output: Any, target: Any) -> KeptBatch:
-    """Copy output and target of a batch to the CPU. Raises InvalidInputError for other than nested
-    tensors."""
+    """Copy output and target to the CPU. Raises InvalidInputError for other than nested tensors."""
     tensors: list[Tensor] = []
     # Copies made in inference mode could not be changed outside of it.
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -376,8 +375,7 @@ class OwnMetrics:
 def make_own_metrics(
     spec: EvaluationSpec | None, entrypoints: EntryPoints, numerics: int
 ) -> OwnMetrics | None:
-    """Make the user's own metrics of a job; None without any, and under rules before `numerics`
-    3."""
+    """Make the user's own metrics of a job; None without any, and before `numerics` 3."""
     names = own_names(spec.metrics) if spec is not None and numerics >= 3 else ()
     if spec is None or not names:
         return None

@@ -54,7 +54,7 @@ def batch_of(x: Any, y: Any) -> Any:
 
 @dataclass(slots=True)
 class _Watch:
-    """Notes for hooks that a step function is running; hooks must not refer to the model."""
+    """Tells parameters' hooks whether a step function runs; these must not refer to the model."""
 
     is_on: bool = False
 

@@ -1,8 +1,9 @@
 """Join a party: meet at the rendezvous, form the exchange, and agree on one state.
 
-After a join the session holds the party's newest state and an exchange for the view. The module
-makes the calls to the coordinator and to the other members that this needs. It runs in the torch
-thread; calls go through the event loop. It does not know how a step is computed.
+After a join the session holds the party's newest state and an exchange for the view (the party at
+one membership). The module makes the calls to the coordinator and to the other members that this
+needs. It runs in the torch thread; calls go through the event loop. It does not know how a step is
+computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,7 @@ from stratagem.worker.session.control import MemberView
 
 
 def join(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
-    """Join the party; return this member's trainer and the exchange under this view.
+    """Join the party; return this member's trainer and the exchange for this membership view.
 
     Raises ExchangeError when a member is lost meanwhile, ViewChanged when the view is no longer the
     current one.
@@ -119,7 +120,7 @@ def leave(work: ExecutionContext) -> None:
 def _meet(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
 ) -> tuple[Link | SharedGroup | None, Members]:
-    """Wait for all members of the view; return (link, for AllReduce; members' messages)."""
+    """Wait for all members of the membership view; return (link, for AllReduce; their messages)."""
     this_member = coordinator_pb2.RendezvousMember(
         applied_step=work.holding.applied_step,
         address=work.host.address,
@@ -308,7 +309,8 @@ def _load_node(
 def hold_replicas(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, members: Members
 ) -> LocalStepsTrainer:
-    """Return the trainer of this member's replicas, at the same step as those of all others."""
+    """Return the trainer of this member's replicas, at one step on all members: the present one, or
+    one loaded from the base."""
     steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
     is_common = len(steps) == 1 and None not in steps
     held = work.holding.trainer

@@ -73,7 +73,8 @@ class _Where:
 
 
 def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
-    """Return this worker's stages, loaded from the base, and their connections under the view."""
+    """Return this worker's stages, loaded from the base (the plan's initial state), and their
+    connections under the membership view."""
     work.holding.drop()
     spec = _spec_of(work.job)
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
@@ -177,7 +178,7 @@ def _meet(
 
 
 def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) -> Group:
-    """Return the group of these ranks' members, which includes this one."""
+    """Return the group, for connections, of the members with these ranks, of which this is one."""
     party = f"{work.key.party}/{name}".lstrip("/")
     worker_ids = tuple(view.members[peer].worker_id for peer in ranks)
     rank, size = ranks.index(view.rank), len(ranks)

@@ -46,8 +46,8 @@ def meet(
     endpoint: bytes,
     slices: coordinator_pb2.HeldSlices | None = None,
 ) -> Members:
-    """Wait for all members of the view at the rendezvous; return their messages, by rank. slices:
-    the description of the slices that this member holds."""
+    """Wait for all members of the membership view at the rendezvous; return their messages, by
+    rank. slices: the description of the slices that this member holds."""
     request = coordinator_pb2.RendezvousRequest(
         fence=fence_of(view),
         session=session_of(work),
@@ -66,7 +66,7 @@ def meet(
 
 
 def suspect(work: ExecutionContext, view: MemberView, reason: str) -> None:
-    """Report to the coordinator that the view's exchange failed; it looks for the cause."""
+    """Report to the coordinator that this membership's exchange failed; it looks for the cause."""
     request = coordinator_pb2.SuspectRequest(
         fence=fence_of(view), session=session_of(work), reason=reason[:1000]
     )
@@ -101,7 +101,8 @@ async def _suspect(work: ExecutionContext, request: coordinator_pb2.SuspectReque
 
 
 def fence_of(view: MemberView) -> types_pb2.Fence:
-    """Return the fence of calls about this view: receivers with a later view refuse them."""
+    """Return the fence (leadership term and membership) of calls about this view: receivers with
+    later ones refuse the call."""
     return types_pb2.Fence(term=view.term, membership=view.membership)
 
 
@@ -152,8 +153,8 @@ def form_timeout_s(work: ExecutionContext) -> float:
 def closing_on_failure(
     work: ExecutionContext, view: MemberView, connection: Interruptible | None
 ) -> Iterator[None]:
-    """Context manager that lets a newer view cut the connection, and closes the connection if the
-    block fails."""
+    """Context manager that lets a newer membership view cut the connection, and closes the
+    connection if the block fails."""
     if connection is None:
         yield
         return

@@ -84,20 +84,20 @@ def take_sums(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Segmen
 
 
 def _recorder(recorded: str, rows: Tensor) -> Recorder:
-    """Continue the sender's recording, which has all rows of the segment so far."""
+    """Continue the sender's recording, which has all step-history rows of the segment so far."""
     stride, from_step = json.loads(recorded)
     return Recorder.going_on(stride, from_step, unpack(rows.numpy().tobytes()))
 
 
 def held(work: ExecutionContext) -> Trainer | None:
-    """Return the session's trainer, which must be one of a model that all members hold."""
+    """Return the session's trainer, which must be one whose model is alike on all members."""
     trainer = work.holding.trainer
     assert trainer is None or isinstance(trainer, Trainer)  # as the job's strategy says
     return trainer
 
 
 def load_base(work: ExecutionContext, base: pb.StateRef, share: StateShare | None) -> Trainer:
-    """Load the base state into the session."""
+    """Load the base (the committed state from which the plan begins) into the session."""
     if base.digest:
         trainer = load(work, *work.base_state(base), share)
     else:
@@ -201,7 +201,7 @@ def offer(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Freeze a state that others may fetch under this membership until the next step."""
+    """Freeze a state, which other members may fetch under this membership until the next step."""
     work.holding.is_offering = True
     work.post(work.states.set_live, view.membership, freeze(tensors, metadata))
 
@@ -319,7 +319,7 @@ def _gathered(
 def _copies(
     work: ExecutionContext, survival: Survival, members: Members, me: int
 ) -> KeptSlices | None:
-    """Return copies of this member's slices of the division; None if it has none."""
+    """Return copies of this member's slices of the surviving division; None if it has none."""
     if me in survival.keepers:
         return work.holding.kept_slices
     if me not in survival.holders:
@@ -338,7 +338,7 @@ def _copies(
 
 
 def _come_to(work: ExecutionContext, survival: Survival) -> None:
-    """Apply the step that others have applied, if this member has not yet."""
+    """Apply the step that others have applied, if this member has not yet applied it."""
     trainer = _held(work)
     if trainer.step < survival.step:
         report = trainer.finish_step_in_doubt(survival.grad_norm, is_finite=survival.is_finite)
@@ -355,7 +355,7 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
 def _gift(
     work: ExecutionContext, survival: Survival, copies: KeptSlices, members: Members, me: int
 ) -> State:
-    """Return copies of the slices that this member gives to others; a donor adds the rest."""
+    """Return copies of the slices that this member gives; the donor adds the undivided state."""
     tensors, metadata = copies.given(survival.slices_of(me))
     if me != survival.donor:
         return tensors, metadata
@@ -457,8 +457,8 @@ def _newest_or_base(
 
 
 def share_of(work: ExecutionContext, view: MemberView) -> StateShare | None:
-    """Return the slice of the optimizer's state that this member keeps under the view; None for all
-    of it."""
+    """Return the slice of the optimizer's state that this member keeps under the membership view;
+    None for all of it."""
     strategy = work.job.strategy
     if not partitions_state(strategy):
         return None

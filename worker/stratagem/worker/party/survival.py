@@ -12,7 +12,7 @@ from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMembe
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """A complete set of slices that survives among the members, and who gives each."""
+    """A complete set of slices that survives among the members, and the members that give them."""
 
     membership: int
     """The membership at which the state was divided."""
@@ -27,10 +27,10 @@ class Survival:
     """The member that gives the state that is not divided."""
     grad_norm: float
     is_finite: bool
-    """True if the step's gradient was finite; like the norm, as the donor reports it."""
+    """True if the gradient of the step was finite; the donor reports this, and the norm."""
 
     def slices_of(self, rank: int) -> list[int]:
-        """Return the slices that this member gives."""
+        """Return the slices that this member gives to the others."""
         return [number for number, source in enumerate(self.sources) if source == rank]
 
     @property
@@ -39,14 +39,14 @@ class Survival:
 
 
 def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival | None:
-    """Return the survival to continue from; None if nobody holds anything newer than the base.
+    """Return the surviving slices to continue from; None if nobody holds anything newer than the
+    base.
 
     It is that of the newest division whose slices are all left, after the newest such step. Members
     may be at different divisions: if members change while the state is being divided anew, some
     already hold their new slices, and keep the earlier ones for the others. A member that was cut
-    off may be a step ahead of these.
-
-    Raises SoleCopyLostError if a slice was lost with all members that held it.
+    off may be a step ahead of these. Raises SoleCopyLostError if a slice was lost with all members
+    that held it.
     """
     said = [member.slices for member in members if member.HasField("slices")]
     divisions = {slices.membership for slices in said}

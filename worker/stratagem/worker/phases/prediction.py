@@ -146,8 +146,7 @@ class GradientHistory:
         return total.mul_(limit / length) if length > limit else total
 
     def replace(self, steps: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Replace all gradients, given oldest first; only the newest are kept if there are too
-        many."""
+        """Replace all gradients, given oldest first; if too many, only the newest are kept."""
         newest = slice(-self._capacity, None)
         self.steps, self.gradients = list(steps)[newest], list(gradients)[newest]
         self._last_norm = None

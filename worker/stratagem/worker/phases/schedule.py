@@ -151,8 +151,7 @@ class LossHistory:
         return rise > 0 and rise > SPIKE_DEVIATIONS * deviation
 
     def improvement_rate(self) -> float | None:
-        """Return (last − first) / |first|: negative while the loss falls; None below two
-        losses."""
+        """Return (last − first) / |first|, negative if the loss falls; None below two losses."""
         if len(self.losses) < 2:
             return None
         return _relative(self.losses[-1] - self.losses[0], self.losses[0])
@@ -210,8 +209,7 @@ def adapted(
 
 
 def after_failed_check(lengths: Lengths, spec: PhasesSpec) -> Lengths:
-    """Return lengths with half as many predicted steps, since a check has found wrong
-    predictions."""
+    """Return lengths with half the predicted steps, since a check has found wrong predictions."""
     if not spec.adaptive.enabled:
         return lengths
     return lengths._replace(predict=_shorter_predict(lengths, spec, 0.5))
@@ -372,8 +370,7 @@ def end(
 
 
 def needed_full_steps(state: State, spec: PhasesSpec) -> int:
-    """Return the number of Full steps in the present cycle; the first cycle has the warm-up,
-    too."""
+    """Return the number of Full steps in this cycle; the first cycle has the warm-up, too."""
     return state.lengths.full + (spec.warmup_steps if state.cycle == 0 else 0)
 
 
@@ -401,7 +398,7 @@ def horizon(state: State, spec: PhasesSpec) -> int:
 
 
 def forecast_due(state: State, spec: PhasesSpec) -> bool:
-    """Return whether the back-test predicts the last Full step's gradient after the open step."""
+    """Return whether, after the open step, the back-test predicts the last Full step's gradient."""
     ahead = needed_full_steps(state, spec) - (state.num_full + 1)
     is_here = ahead == horizon(state, spec) and state.phase is TrainingPhase.FULL
     return state.is_open and is_here and state.lengths.predict > 0

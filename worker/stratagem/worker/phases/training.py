@@ -101,8 +101,8 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of a run so far. `average_losses` has no entries for phases without a loss, such
-    as PREDICT."""
+    """Statistics of a run so far. `average_losses` has no phases without a loss, such as
+    PREDICT."""
 
     counts: Counts
     cycles: int
@@ -166,7 +166,7 @@ def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[s
 
 
 def news_of(before: State, after: State, spec: PhasesSpec, numerics: int = CURRENT) -> str:
-    """Return a sentence for people if the loss has begun to diverge, or has settled; else ""."""
+    """Return a sentence for the log if the loss has begun to diverge, or has settled; else ""."""
     if before.full_losses is after.full_losses:
         return ""
     window = spec.adaptive.window
@@ -246,7 +246,7 @@ class PhaseTraining:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the phases, to be shown to people; the speed-ups cover this process only."""
+        """Metrics of the phases, for display; the speed-ups cover this process only."""
         return {
             "step_ratio": self.statistics.step_ratio,
             "cost_speedup": self.seconds.cost_speedup,
@@ -256,7 +256,7 @@ class PhaseTraining:
         }
 
     def take_news(self) -> list[str]:
-        """Return the sentences for people that are new since the last call."""
+        """Return the sentences for the log that are new since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -416,7 +416,7 @@ class PassTimer:
         self._is_backward = False
 
     def turn(self, *, to_backward: bool) -> None:
-        """Add the seconds of the pass that has ended. to_backward: a backward pass comes next."""
+        """End a pass and add its seconds. to_backward: a backward pass comes next."""
         if to_backward and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now_s = time.perf_counter()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # needs obstore, which workers without a store need not have
 log = structlog.get_logger(__name__)
 
 RETRY: Final = {"max_retries": 10, "retry_timeout": timedelta(seconds=30)}
-"""Retry options for S3. A longer outage ends the membership; the next one tries again."""
+"""Retry options for S3. A longer outage ends the party's membership; the next one tries again."""
 _ROOT: Final = "root"
 
 

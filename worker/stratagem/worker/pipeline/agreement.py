@@ -53,7 +53,7 @@ class Agreement:
         return self._holders[own.name][0] == self._lane.rank
 
     def begin(self, step: int, count: int) -> None:
-        """Begin the rounds of pass number `step`, with `count` micro-batches."""
+        """Begin the message rounds of pass number `step`, with `count` micro-batches."""
         self.step, self._count = step, count
 
     def awaited(self) -> Iterator[Address]:
@@ -129,7 +129,7 @@ class Agreement:
         return Trained(weight.name, tuple(copies))
 
     def _shared(self, rank: int) -> list[Trained]:
-        """Return the own parameters of which that rank holds copies, too."""
+        """Return the parameters of this rank of which that rank holds copies, too."""
         return [weight for weight in self.own if rank in self._holders[weight.name]]
 
     def _gradients_of(self, shared: Sequence[Trained]) -> Message:
@@ -210,22 +210,22 @@ class StageExchange:
 
     transport: StageTransport
     carrier: MessageLink | None = None
-    """The link under the transport, if it must be closed; None otherwise."""
+    """The link under the transport of messages, if it must be closed; else None."""
     column: Link | SharedGroup | None = None
     """The link to the ranks of other replicas with the same stages; None without other replicas."""
     reducer: GradientReducer | None = None
     """The reducer that sums gradients over `column` and owns it."""
     reduce: Reduce = only_shard
     activations: str = ""
-    """Name of the engine that carries activations, for people."""
+    """Name of the engine that carries activations, for display."""
     schedule_text: Callable[[], str] = str
-    """Returns the name of the schedule in use, for people; it may change between steps."""
+    """Returns the name of the schedule in use, for display; it may change between steps."""
     columns: str = ""
-    """Name of the engine for gradients between replicas, for people; empty without any."""
+    """Name of the engine for gradients between replicas, for display; empty without any."""
 
     @property
     def name(self) -> str:
-        """Names of the engines in use and of the schedule, for people."""
+        """Names of the engines in use and of the schedule, for display."""
         text = self.schedule_text()
         order = f" {text}" if text else ""
         return f"{self.activations}{order}{self.columns}"

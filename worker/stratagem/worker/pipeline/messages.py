@@ -85,8 +85,7 @@ def pack(address: Address, message: Message) -> Tensor:
 
 
 def unpack(address: Address, frame: memoryview) -> Message:
-    """Decode a message into newly allocated tensors. Raises IntegrityError if its address is
-    another."""
+    """Decode a message into new tensors. Raises IntegrityError if its address is another."""
     try:
         head, start = _read_head(frame)
         for name in ("step", "tag", "label"):
@@ -229,8 +228,7 @@ class StageTransport(Protocol):
         """Send a message without waiting; it must not be changed afterwards."""
 
     def recv(self, address: Address, timeout_s: float) -> Message:
-        """Receive one message. Raises ExchangeError with the message's name, its sender and the
-        cause."""
+        """Receive one message. Raises ExchangeError with message's name, sender and cause."""
 
     def end(self, timeout_s: float) -> None:
         """End the pass: return once none of its messages is in transfer any more."""

@@ -1,7 +1,7 @@
 """Run one pass of a rank through its list of actions: compute, send at once, wait only when needed.
 
-Owns addresses, the micro-batches that are under way on this rank, and the messages between stages
-of the same rank. Must not know the optimizer.
+The module has the addresses, the micro-batches that are under way on this rank, and the messages
+between its stages. It does not know the optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class StageChannel:
         return Address(step, source, target, tag, label)
 
     def control(self, step: int, count: int, number: int, source: int, target: int) -> Address:
-        """Return the address of a control message: one per step, number, sender and receiver."""
+        """Return a control message's address, unique by step, number, sender and receiver."""
         tag = control_tag(self.plan.num_boundaries, count, number)
         return Address(step, source, target, tag, f"control {number}, from {source}, to {target}")
 
@@ -180,7 +180,7 @@ class RankPass:
         return trace
 
     def _timed(self, action: Action) -> AbstractContextManager[object]:
-        """Return a context manager that times an action, also by the gauge, if any."""
+        """Return a context manager that times an action, also by the gauge (observer), if any."""
         if self._gauge is None:
             return self._computing(action)
         both = ExitStack()

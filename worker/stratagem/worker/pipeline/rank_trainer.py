@@ -107,7 +107,7 @@ class StageRunner:
 
     @property
     def schedule_text(self) -> str:
-        """The name of the schedule, for people; empty if batches are not cut into micro-batches."""
+        """The schedule's name, for display; empty if batches are not cut into micro-batches."""
         return "" if self._rank.micro_batch_size is None else str(self.schedules)
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
@@ -240,7 +240,7 @@ class StageRunner:
         return state.copied(tensors, into), metadata
 
     def wants(self, name: str) -> bool:
-        """Return whether `load_state` needs this tensor or number of the whole state."""
+        """Return whether `load_state` needs the tensor or number of this name from the state."""
         if name.startswith(state.OPTIMIZER):
             return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
         if name.startswith(AVERAGE):
@@ -293,8 +293,7 @@ class StageRunner:
     def _compute_all(
         self, shards: range, live: list[Tensor], wish: float
     ) -> Iterator[StageGradients]:
-        """Yield the gradients of each live shard of this replica; buffers are reset before each
-        one."""
+        """Yield the gradients of each live shard of this replica, each from the same buffers."""
         for shard in shards:
             if shard > shards.start:
                 self._buffers.restore()
@@ -360,8 +359,7 @@ class StageRunner:
         return StageGradients(gradients, scalars)
 
     def _take(self, total: StageGradients) -> StepScalars:
-        """Set .grad of each parameter that any shard reached to the sum; return the summed
-        scalars."""
+        """Set .grad of parameters that a shard reached to the sums; return the summed scalars."""
         for (name, param), count in zip(self.params, total.scalars.reached, strict=True):
             param.grad = total.gradients[name] if count else None
         return total.scalars

@@ -58,7 +58,7 @@ class Schedules:
         return self.meter is not None and self.meter.num_micro_batches >= 2
 
     def settle(self, number: int) -> None:
-        """Decide the schedule for "auto". number: the number of the pass that measures messages."""
+        """Choose the schedule for "auto". number: the number of the pass that measures messages."""
         assert self.meter is not None
         hops = measure_hops(self._lane, number, self.meter)
         self.meter, self.name = None, suited(hops.hop_s, hops.compute_s)
@@ -111,8 +111,7 @@ class Meter:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward and backward of the fastest micro-batch; slower ones include warm-up
-        and noise."""
+        """Seconds of forward and backward of the fastest micro-batch, without warm-up and noise."""
         return sum(min(seconds) for seconds in self.seconds.values())
 
     def _now(self) -> float:
@@ -157,7 +156,7 @@ def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
 
 
 def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
-    """Return the median seconds of a one-way message; 0 on the higher rank. The lower rank sends
+    """Return a one-way message's median seconds; 0 on the higher rank. The lower one sends
     first."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)

@@ -1,8 +1,8 @@
 """Run one stage on a worker: forward and backward of one micro-batch.
 
 What enters is made the beginning of a graph of its own: one leaf per use of a value, so that the
-gradients of uses in different stages can be added in the order of the model's program. Must not
-know schedules or transports.
+gradients of uses in different stages can be added in the order of the model's program. The module
+knows neither schedules nor transports.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +113,7 @@ class StagePart:
         return self._gradients(kept)
 
     def backward_input(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
-        """Run the half of backward that earlier stages wait for, keeping the graph; return their
+        """Run the half of backward that earlier stages await, keeping the graph; return
         gradients."""
         kept.roots = self._roots(kept, received)
         inputs = [leaf for by_place in kept.entered.values() for leaf in by_place.values()]

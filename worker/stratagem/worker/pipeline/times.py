@@ -2,8 +2,8 @@
 
 Always measured, so it has to cost next to nothing: two looks at a clock around what is computed for
 a micro-batch. On a GPU, which works while the host goes on, events in its stream take their place
-and are read when the step has ended; nothing is waited for in between. Must not know what a stage
-computes.
+and are read when the step has ended; nothing is waited for in between. The module does not know
+what a stage computes.
 """
 
 import time
@@ -74,7 +74,7 @@ class StageTimes:
 
     @contextmanager
     def computing(self, action: Action) -> Iterator[None]:
-        """Context manager that measures the computation of one action."""
+        """Context manager that measures the computation of one action of the schedule."""
         number, waited_s = self._num_micro_batches + action.micro_batch, self._waited_s
         self._waited_s = 0.0
         began = self._now()

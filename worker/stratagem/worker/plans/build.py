@@ -201,8 +201,8 @@ def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> 
 
 
 def check_followed_at_clients(job: JobSpec, own: OwnMetrics | None) -> None:
-    """Check that settings that follow a user's metric over rows of separate clients name one that
-    has a value over all of them.
+    """Check that each setting that follows a user's metric, with rows at separate clients, names a
+    metric with one value over all rows.
 
     Raises InvalidInputError.
     """
@@ -280,8 +280,8 @@ def _check_codec(job: JobSpec, model: nn.Module) -> None:
 
 
 def _pipeline(strategy: Strategy, field: str) -> tuple[str, ModelParallel | None]:
-    """Return (path, strategy) of the ModelParallel among this strategy and its replicas' ones; the
-    strategy is None if there is none."""
+    """Return (path in the job, strategy) of the ModelParallel that this strategy is or runs inside;
+    the strategy is None if there is none."""
     if isinstance(strategy, ModelParallel):
         return field, strategy
     inner = getattr(getattr(strategy, "options", None), "inner", None)

@@ -191,7 +191,7 @@ class _Trained:
 
 
 def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
-    """Train one client from the base; the update becomes the snapshot of the round."""
+    """Train a client from the base (a global state); the update becomes the round's snapshot."""
     started_s = time.monotonic()
     work.set_activity("training")
     federation = work.key.party.rpartition("/")[0]
@@ -319,7 +319,7 @@ def _is_normalized(job: JobSpec) -> bool:
 def _loss_before(
     work: ExecutionContext, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan
 ) -> float | None:
-    """Return the loss of the base over the client's rows, if the job weights updates by it."""
+    """Return the loss of the global state over the client's rows, if updates are weighted by it."""
     strategy = work.job.strategy
     if not isinstance(strategy, Federated) or strategy.options.q is None:
         return None

@@ -99,8 +99,7 @@ class RoundStart:
 def kept_state(
     work: ExecutionContext, plan: pb.ClientRoundPlan, base: Mapping[str, Tensor]
 ) -> RoundStart:
-    """Return the client's kept state, or its initial one if none is kept. base: the global
-    state."""
+    """Return the client's kept state, else its initial one. base: the global state."""
     if not _keeps(work.job):
         return RoundStart(base, {})
     private, lost = None, ""

@@ -68,7 +68,7 @@ DESERTED_S: Final = 5.0
 
 
 class Key(NamedTuple):
-    """The key of a plan in its session; later plans have greater keys."""
+    """The key of a plan in its session: (lineage, segment, kind); later plans have greater keys."""
 
     lineage: int
     segment: int
@@ -88,7 +88,7 @@ def key_of(request: pb.ExecuteRequest) -> Key:
 
 
 def view_of(request: pb.ExecuteRequest) -> MemberView:
-    """Return the view in a request; a plan without a party has a view without members."""
+    """Return the membership view in a request; of a plan without a party, one without members."""
     view = request.train.view
     members = tuple(
         Peer(
@@ -189,7 +189,7 @@ class PlanExecution:
             self._work.control.set_deserted(True, must_cut=is_server)
 
     def attach(self, request: pb.ExecuteRequest) -> None:
-        """Attach a repeated request for the same plan, which may bring a newer view."""
+        """Attach a repeated request for the same plan, which may bring a newer membership view."""
         view = view_of(request)
         if view.membership <= self._work.control.view.membership:
             return
@@ -235,7 +235,7 @@ class PlanExecution:
             self.start()
 
     def _is_outdated(self) -> bool:
-        """Return whether the result belongs to an older view; errors of the user stay valid."""
+        """Return whether the result is of an older membership view; user errors stay valid."""
         result = self._work.outbox.result
         kind = result.WhichOneof("outcome") if result is not None else None
         if kind == "interrupted":
@@ -436,7 +436,7 @@ _TORCH: Final = str(Path(torch.__file__).parent)
 _TORCHS_HOST: Final = tuple(f"{_TORCH}/{part}" for part in ("serial", "multiproc", "distributed/"))
 """Parts of torch that handle files, processes and peers instead of numbers."""
 _NO_CALLS: Final = ("RAISE_VARARGS", "RERAISE", "FOR_ITER")
-"""Bytecodes whose errors do not come from a C++ function of torch."""
+"""Bytecodes that raise errors without a call, so not errors of a C++ function of torch."""
 
 
 @contextmanager

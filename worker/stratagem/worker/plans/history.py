@@ -31,7 +31,7 @@ _WAIT: Final = Series("time.exchange_wait_s", observed=True)
 
 
 class StepHistory:
-    """Records and sends the step history of a segment under one view. Used by the torch thread."""
+    """Records and sends a segment's step history under one membership view. Torch thread only."""
 
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int
@@ -255,7 +255,7 @@ class SentParts:
     """Sends the step history of one execution in parts. Used by the torch thread."""
 
     def __init__(self, work: ExecutionContext, stride: int = 0) -> None:
-        """stride: the stride of the rows, if the coordinator does not know it."""
+        """stride: steps per row of the history, if the coordinator does not know it."""
         self._work, self._stride = work, stride
         self._sent_s = -SEND_INTERVAL_S
         self._sha256 = hashlib.sha256()

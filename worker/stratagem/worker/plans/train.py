@@ -66,7 +66,7 @@ PROGRESS_INTERVAL_S: Final = 0.1
 
 @dataclass(slots=True)
 class Segment:
-    """The progress of one execution in its segment, kept across changes of the view."""
+    """The progress of one execution in its segment, kept across changes of the membership view."""
 
     started_s: float = field(default_factory=time.monotonic)
     num_redone_steps: int = 0
@@ -83,17 +83,17 @@ class Segment:
     stop_reason: str = ""
     """The reason if the user's code has ended the training; else ""."""
     history: StepHistory | None = None
-    """Records the steps under the present view."""
+    """Records the steps under the present membership view."""
     summary: SegmentSummary | None = None
     """The summary of the segment; None until it has ended and its snapshot is taken."""
     divided_at: int = -1
-    """The membership whose slices are in the snapshot; -1 if the state is not divided."""
+    """The membership whose members hold the snapshot's slices; -1 if it is not divided."""
     kept: str = ""
     """SHA-256 of the file to which this member has written what only it holds; "" without one."""
     streams: dict[int, str] = field(default_factory=dict)
     """Read positions (marks) of streams of rows at the end, by stream."""
     evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)
-    """The sums of each evaluated batch; the next view may request them again."""
+    """The sums of each evaluated batch; the next membership view may request them again."""
     outputs: dict[Batch, dict[str, Tensor]] = field(default_factory=dict)
     """The model's outputs by split and batch, if predictions are requested."""
 
@@ -101,7 +101,7 @@ class Segment:
 def train(
     work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """Train to plan.to_step through all changes of the view; return (result, its membership)."""
+    """Train to plan.to_step, through all membership views; return (result, its membership)."""
     holding = work.holding
     holding.begin(plan.lineage, work.segment)
     view = work.control.view
@@ -125,7 +125,7 @@ def train(
 def _train_under(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment
 ) -> Joined:
-    """Join the party and train to plan.to_step, or until the view is no longer the current one."""
+    """Join the party and train to plan.to_step, or until the membership view is outdated."""
     held_step, mesh = work.holding.applied_step, work.host.mesh
     if held_step is not None and held_step > plan.to_step:
         # The party has returned to an earlier commit; the state here is ahead of it.
@@ -145,7 +145,7 @@ def _train_under(
 def _take_steps(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment, joined: Joined
 ) -> None:
-    """Make steps up to plan.to_step while the view is the current one."""
+    """Make steps up to plan.to_step while the membership view is the current one."""
     trainer, exchange = joined
     segment.engine = exchange.name
     trainer.lower_rates(plan.num_lr_reductions)
@@ -189,13 +189,14 @@ def _take_steps(
 
 
 def _leave_to_show(work: ExecutionContext, trainer: MemberTrainer[Any], report: StepReport) -> None:
-    """Keep a step's report for on_step under the next view, since the parameters are torn now."""
+    """Keep a step's report, so that on_step is called under the next membership view: at present
+    some parameters are still those before the step."""
     if trainer.callbacks.sees_steps:
         work.holding.tally.latest = report.numbers
 
 
 def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
-    """Check between two steps that plan and view are still current. Raises PlanStopped or
+    """Check that plan and view are still current, between steps. Raises PlanStopped or
     ViewChanged."""
     work.control.check()
     if work.control.view.membership != view.membership:
@@ -333,8 +334,7 @@ def _check_finite(
 
 
 def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalStepsTrainer) -> str:
-    """Write the state that only this member has to a file; return its digest. Old files are
-    deleted."""
+    """Write the state that only this member has to a file; return its digest. Deletes old files."""
     files, run_id = work.host.kept, work.key.run_id
     files.drop_before(run_id, plan.base.segment)
     digest = files.write(run_id, work.segment, trainer.copy_state(is_first=False))
@@ -388,7 +388,7 @@ STOPPED: Final = "on_step has called view.stop()"
 
 
 class StepListener:
-    """Calls on_step on the member that owns the first shard, under one view."""
+    """Calls on_step on the member that owns the first shard, under one membership view."""
 
     def __init__(self, work: ExecutionContext, view: MemberView, callbacks: Callbacks) -> None:
         self._work, self._callbacks = work, callbacks

@@ -70,8 +70,7 @@ class BeatStream:
     is_over: Callable[[], bool]
     """Returns whether to stop sending heartbeats."""
     on_answer: Callable[[pb.HeartbeatStreamResponse, float | None], None]
-    """Called with each answer, and the time of sending the answered heartbeat, or None without
-    one."""
+    """Called with each answer, and when the answered heartbeat was sent, None without one."""
     num_answered: int = 0
     _num_sent: int = 0
     _says_drain: bool = False
@@ -154,7 +153,7 @@ REMIND_S: Final = 60.0
 SELDOM_S: Final = 3600.0
 """Maximum seconds between two logs of a lasting failure."""
 LOOK_AGAIN_EVERY: Final = 10
-"""After so many consecutive failures the cause is checked for a problem of identity."""
+"""Number of consecutive failures after which a problem of identity is looked for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ class Agent:
                 self.is_registered.clear()
 
     def _see(self, term: int) -> None:
-        """Note that the coordinator has answered, and in which term."""
+        """Note that the coordinator has answered, and its leadership term."""
         self.see_term(term)
         self.heard_s = time.monotonic()
         identify(term=term)
@@ -366,7 +365,7 @@ class Agent:
     def _take(
         self, answer: pb.HeartbeatResponse | pb.HeartbeatStreamResponse, sent_s: float | None
     ) -> None:
-        """Process an answer. sent_s: when the answered heartbeat was sent, if there is one."""
+        """Process an answer to a heartbeat. sent_s: when that was sent, if the answer is to one."""
         if sent_s is not None and answer.time_s:  # an older coordinator does not send it
             self.clock.note(sent_s, time.time(), answer.time_s)
         self._see(answer.term)

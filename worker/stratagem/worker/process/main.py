@@ -101,7 +101,7 @@ class Stop:
     is_stuck: bool = False
     """True if the running work will never end."""
     cause: str = ""
-    """The reason why the process is stuck, only for its own log."""
+    """The reason why this process is stuck, for this process's log only."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
     _first_s: float | None = None
 
@@ -349,8 +349,7 @@ def _unknown(stop: Stop, run_id: str) -> None:
 
 
 def _look_at_states(host: Host, store_id: str) -> None:
-    """Compare the folder of states with the coordinator's, in a thread, since file systems may be
-    slow."""
+    """Compare the folder of states with the coordinator's, in a thread, as disks may be slow."""
     folder = None if host.states is None else host.states.folder
     host.loop.run_in_executor(None, say_mismatch, folder, store_id)
 

@@ -194,8 +194,8 @@ class WorkerServicer(WorkerServiceServicer):
                 yield response
 
     def _note_offer(self, request: pb.GetStateRequest, state: Frozen, *, has_copy: bool) -> bool:
-        """Note that a snapshot is offered as a copy; return whether an earlier copy could not be
-        read, whose bytes count as sent already."""
+        """Note whether a snapshot is offered as a copy; return whether the caller could not read an
+        earlier copy, whose bytes were counted as sent."""
         if request.WhichOneof("which") != "snapshot" or request.offset:
             return False
         states = self.sessions.get(request.session).states
@@ -206,8 +206,7 @@ class WorkerServicer(WorkerServiceServicer):
         return was_offered
 
     async def _copy(self, request: pb.GetStateRequest, sent: SentState) -> MemoryCopy | None:
-        """Return a copy of the requested state for a coordinator on this machine; None if the
-        caller gets chunks."""
+        """Return a copy of the requested state for a coordinator on this machine, else None."""
         is_small = sent.num_bytes <= MAX_COPY_BYTES
         if not is_near(request.place) or request.offset or not is_small:
             return None
@@ -366,7 +365,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
     ) -> None:
-        """Check the fence of a call about a session, and remember it if the call is an order."""
+        """Check the fence (term, membership) of a session's call; of an order, remember it."""
         run_id, party = check_run_id(session.run_id), check_party(session.party)
         await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
 

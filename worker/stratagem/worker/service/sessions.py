@@ -1,7 +1,8 @@
 """Keep the table of all sessions of this worker, and find the execution for a coordinator's call.
 
-Every call passes the fence of the table. Closing a run or a session frees its resources. The table
-is used on the event loop; the torch thread sees only single sessions.
+Every call is checked: an older leadership term or membership is refused. Closing a run or a session
+frees its resources. The table is used on the event loop; the torch thread sees only single
+sessions.
 """
 
 import asyncio
@@ -105,7 +106,7 @@ class Sessions:
         self.fences = FenceGuard()
 
     def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
-        """Return the execution of a request, with the request attached; None if there is none."""
+        """Return the execution of a request, after attaching it there; None if there is none."""
         session = self._sessions.get(key_from(request.session))
         execution = session.find(key_of(request)) if session is not None else None
         if execution is not None:
@@ -164,7 +165,7 @@ class Sessions:
             )
 
     def holds_run(self, run_id: str) -> bool:
-        """Return whether anything of a run is here, so that as far as known the run is not over."""
+        """Return whether anything of a run is here, in which case the run may not be over."""
         return run_id in self._run_caches
 
     def check_run(self, run_id: str) -> None:
@@ -338,11 +339,11 @@ def key_from(ref: types_pb2.SessionRef) -> SessionKey:
 MAX_PARTIES: Final = 16_384
 
 ASK_TIMEOUT_S: Final = 0.9
-"""Maximum wait for a term; a call with a new term waits at most twice."""
+"""Maximum wait for the coordinator to confirm a leadership term; a call waits at most twice."""
 
 
 class FenceGuard:
-    """Checks calls against the highest term and memberships. Used on the event loop."""
+    """Refuses calls of an older leadership term or membership. Used on the event loop."""
 
     def __init__(self) -> None:
         self._term = 0
@@ -355,18 +356,18 @@ class FenceGuard:
         return self._term
 
     def ask_with(self, ask: Callable[[], None]) -> None:
-        """Set the function that asks the coordinator to send its term soon, to see_term."""
+        """Set the function that asks the coordinator to send its leadership term, for see_term."""
         self._ask = ask
 
     def see_term(self, term: int) -> None:
-        """Note a term that the coordinator has sent."""
+        """Note a leadership term that the coordinator has sent."""
         self._term = max(self._term, term)
         self._said.set()
         self._said = asyncio.Event()
 
     async def check_term(self, term: int) -> None:
-        """Raise StaleError for a term older than the coordinator's, UnavailableError for a later
-        term that the coordinator does not confirm in time."""
+        """Raise StaleError for a leadership term older than the coordinator's, UnavailableError for
+        a later one that the coordinator does not confirm in time."""
         for _ in range(2):  # the first answer may be older than the question
             if term > self._term:
                 await self._wait_for_answer()
@@ -380,7 +381,7 @@ class FenceGuard:
     async def check(
         self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
     ) -> None:
-        """Raise StaleError if term or membership is too old. is_order: remember the membership."""
+        """Raise StaleError if leadership term or membership is too old; remember that of orders."""
         await self.check_term(fence.term)
         key = (run_id, party)
         seen = self._memberships.get(key, 0)

@@ -65,13 +65,13 @@ class Watchdog:
     _run_id: str = ""
     """The run whose plan had the thread last."""
     _num_steps: int = 0
-    """This worker's number of steps when that run got the thread."""
+    """Number of this worker's steps when that run, `_run_id`, got the thread."""
     _wanted_s: float | None = None
     """Time since which others wait for the thread, whose work is not needed; None if none do."""
     _reported: list[PlanExecution] = field(default_factory=list)
-    """The plans to which the present stay was reported."""
+    """The plans that have got a report of the thread's present stay at one activity."""
     _told_s: float = 0.0
-    """Duration of the present stay when it was last reported."""
+    """Duration of the thread's present stay at one activity when it was last reported."""
     _is_stuck: bool = False
     _has_failed: bool = False
 
@@ -95,8 +95,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _try_to_look(self, now_s: float) -> None:
-        """Check the thread. Errors are logged, since a bug here or odd user code must not end the
-        process."""
+        """Check the thread; log errors, since a bug or odd user code must not end the process."""
         try:
             self.look(now_s)
         except Exception as error:  # the supervisor of the torch thread: it looks again
@@ -176,7 +175,7 @@ class Watchdog:
             self._log(cause, seconds)
 
     def _report(self, now_s: float) -> None:
-        """Report the stay to plans that have or await the thread: at intervals, and to new ones."""
+        """Report the stay at intervals to plans that have or await the thread, and to new ones."""
         seconds = self.host.stats.stalled_s = now_s - self._stay.since_s
         plans, is_again = list(self.sessions.awaiting_thread()), is_due_again(seconds, self._told_s)
         waited_s = self._waited_s(now_s)

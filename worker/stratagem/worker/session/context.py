@@ -138,18 +138,18 @@ class SessionState:
     exchange: Exchange | None = None
     """The exchange of the trainer's steps; None between memberships."""
     membership: int = -1
-    """The membership of the exchange."""
+    """The number of the set of members with which `exchange` was formed."""
     inference: tuple[str, Inference] | None = None
-    """(digests of the loaded state, the model that evaluates it); None without one."""
+    """(digests of the loaded state, the model that has this state for evaluation), or None."""
     data_version: str = ""
-    """The version of the data that the model in `inference` evaluates; see ExecutionContext."""
+    """The version of the site's data that the model in `inference` evaluates."""
     lineage: int = 0
     """Rises when the party begins from a given state; states of earlier lineages are dropped."""
     spent: int = -1
     """The highest membership whose rendezvous is over; it cannot be repeated."""
     tally: Tally = field(default_factory=Tally)
     recorder: Recorder | None = None
-    """Records the steps in the tally, and is sent to other members with it."""
+    """Records the steps counted in the tally; sent to other members together with the tally."""
     own_recorders: dict[str, Recorder] = field(default_factory=dict)
     """Records that only this member has, keyed by node or stage; "" for the whole party."""
     shown_step: int = -1

@@ -36,7 +36,7 @@ class PlanStopped(Exception):
 
 
 class ViewChanged(Exception):
-    """The plan's view is no longer the current one."""
+    """The plan's membership view is no longer the current one."""
 
 
 class AwaitView(Exception):
@@ -74,7 +74,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
-    """A party at one membership, as one of its members sees it."""
+    """A party at one membership (set of members), as one of its members sees it."""
 
     term: int
     membership: int
@@ -106,7 +106,7 @@ class Control:
     # ---- Calls of the event loop ----
 
     def set_view(self, view: MemberView) -> None:
-        """Set a newer view; cut an exchange under an older one."""
+        """Set a newer membership view; cut an exchange under an older one."""
         self._view = view
         self._cut()
         self._wake()
@@ -174,8 +174,8 @@ class Control:
     # ---- Calls of the torch thread ----
 
     def hold(self, exchange: Cuttable, membership: int) -> None:
-        """Register the exchange, which is cut from now on by a newer view, by an interrupt, and
-        when a call that it needs is gone."""
+        """Register the exchange, which is cut from now on by a newer membership view, by an
+        interrupt, and when a call that it needs is gone."""
         with self._cut_lock:
             self._held = (exchange, membership)
         self._cut()
@@ -262,7 +262,7 @@ MAX_LOG_LINES: Final = 1000
 
 @dataclass(slots=True)
 class _Parts:
-    """The position of one call in the sequence of step-history parts."""
+    """The position of one attached call in the sequence of step-history parts."""
 
     taken_from: list[pb.HistoryPart]
     num_taken: int = 0
@@ -308,7 +308,7 @@ class Outbox:
         self.activity = activity
 
     def need(self, digest: str, *, was_here: bool = False) -> None:
-        """Announce that the plan waits for a blob. was_here: the blob was dropped to make room."""
+        """Announce that the plan waits for a blob. was_here: it was dropped here to make room."""
         self.has(digest)
         self._num_needs += 1
         self._needed[self._num_needs] = pb.NeedBlob(digest=digest, was_here=was_here)

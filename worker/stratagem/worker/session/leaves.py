@@ -47,7 +47,8 @@ from stratagem.worker.session.states import Frozen, KnownLeaves, LeafHasher, Sen
 # ---- Leaves joined from pieces ----
 
 _RETRY: Final = Retry(max_attempts=2)
-"""A silent member may be gone: the coordinator then finds another way sooner than by waiting."""
+"""Retries of a fetch from a member: few, as a silent one may be gone, and the coordinator then
+finds another way."""
 
 
 def check_leaves(header: pb.WriteLeavesHeader) -> None:
@@ -166,13 +167,13 @@ _UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
 
 T = TypeVar("T")
 Gather = Callable[[], Awaitable[list[memoryview]]]
-"""Returns the bytes of a leaf after gathering them."""
+"""Collects the pieces of a leaf, and returns its bytes."""
 
 log = structlog.get_logger()
 
 
 def check_header(header: pb.WriteLeavesHeader) -> None:
-    """Raise InvalidInputError for an impossible share, or a name that cannot be a file name."""
+    """Raise InvalidInputError for a rank beyond num_ranks, or an invalid name of the upload."""
     if not _UPLOAD.fullmatch(header.upload):
         text = f"{header.upload[:80]!r} is not TERM-TOKEN, 10 digits and 16 of 0-9, a-f"
         raise InvalidInputError.at("upload", text)
@@ -283,10 +284,11 @@ async def write_leaves(
     proof: Proof = PLAINTEXT,
     known: KnownLeaves | None = None,
 ) -> None:
-    """Write the leaves that a header asks for; say the manifest, then each leaf when it is durable.
+    """Write the leaves that a header asks for; send the manifest, then a notice of each durable
+    leaf.
 
-    proof: for members that have pieces of them. known: the digests of the session's leaves. When
-    this ends, however it ends, nothing reads the state any more.
+    proof: shows this worker's identity to members that have pieces. known: digests of the session's
+    leaves. When this ends, however it ends, nothing reads the state any more.
     """
     manifest = to_proto(state.manifest)
     stream.say(pb.WriteLeavesResponse(manifest=manifest, name=state.name))
@@ -318,7 +320,7 @@ async def write_leaves(
 def _due_leaves(
     pieces: LeafPieces, state: Frozen, header: pb.WriteLeavesHeader
 ) -> deque[tuple[int, Gather]]:
-    """Yield the leaves that a header asks for: joined from pieces, or a share of the state."""
+    """Return the leaves that a header asks for: joined from pieces, or a share of the state."""
     if header.leaves:
         return deque((leaf.number, partial(pieces.gather, leaf)) for leaf in header.leaves)
     leaves = leaves_of(state.manifest)

@@ -184,7 +184,7 @@ class StateStore:
             return {**state.reusable, **mirrored}
 
     def keep_outputs(self, segment: int, outputs: Frozen) -> None:
-        """Keep the inputs of the user's own metrics from the evaluation after a segment."""
+        """Keep the outputs of the evaluation after a segment, for the user's own metrics."""
         self._outputs = (segment, outputs)
 
     def outputs(self, segment: int) -> Frozen:
@@ -199,7 +199,7 @@ class StateStore:
         self._changed = asyncio.Event()
 
     def drop_live(self) -> None:
-        """Withdraw the offered state: after a step of all members no one is behind."""
+        """Withdraw the offered state: after a step by all members, no member is behind."""
         self._live = None
 
     async def live(self, membership: int, wait_s: float) -> Frozen:
@@ -224,7 +224,7 @@ class StateStore:
 
 @dataclass(frozen=True, slots=True)
 class SentState:
-    """A state's manifest, and the bytes to send: all but those in `same`."""
+    """A state's manifest, and the bytes to send: all but those that the receiver has (`same`)."""
 
     manifest: Manifest
     buffers: Sequence[memoryview]
@@ -236,7 +236,7 @@ class SentState:
 
 
 def without_same(state: Frozen, base: Frozen) -> SentState:
-    """Leave out the tensors that are equal in the base. Run it in a thread."""
+    """Leave out what equals the base, a state that the receiver has. Run it in a thread."""
     same = same_bytes(state.manifest, state.buffers, base.manifest, base.buffers)
     sent = [
         pb.SameBytes(offset=span.offset, base_offset=span.base_offset, size=span.size)
@@ -260,9 +260,9 @@ class KeptSlices:
     """Copies of a member's slices of the previous division of the state."""
 
     membership: int
-    """The membership of the previous division."""
+    """The membership among whose members the state was divided before."""
     size: int
-    """The number of slices in that division."""
+    """The number of slices in the previous division."""
     step: int
     """The step after which the slices were copied."""
     slices: Mapping[int, State]
@@ -271,7 +271,7 @@ class KeptSlices:
     is_finite: bool
 
     def said(self) -> coordinator_pb2.KeptSlices:
-        """Return the description of the slices that is sent in a rendezvous."""
+        """Return the description of these slices for the members' rendezvous."""
         return coordinator_pb2.KeptSlices(
             numbers=sorted(self.slices),
             size=self.size,
@@ -308,13 +308,13 @@ class KnownLeaves:
     """Digests of the leaves of the latest hashed snapshot of a session."""
 
     def __init__(self, glimpsing: _Glimpsing) -> None:
-        """glimpsing: provides a named snapshot briefly, if it still exists."""
+        """glimpsing: gives a short look at the snapshot of a name, if it still exists."""
         self._glimpsing = glimpsing
         self._name, self._layout = "", _Layout()
         self._digests: dict[int, bytes] = {}
 
     def hasher(self, state: Frozen) -> "LeafHasher":
-        """Return the hasher of a state, which becomes the latest hashed one."""
+        """Return the hasher for a state, which then counts as the latest hashed snapshot."""
         stored = state.manifest.stored()
         layout: _Layout = [(spec.name, spec.dtype, spec.shape, spec.offset) for spec in stored]
         base, base_digests = self._name, self._digests if layout == self._layout else {}
@@ -333,7 +333,7 @@ class LeafHasher:
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
-        """known: digests of the base's leaves. found: receives those of this state."""
+        """known: digests of the previous snapshot's leaves. found: receives those of this state."""
         self._glimpsing, self._base_digests, self._new_digests = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 
@@ -410,7 +410,7 @@ class WorkStats:
 
 
 class ClientSteps:
-    """Measures the local steps of one federated client, each until the next one begins."""
+    """Measures the duration of each local step of a federated client, until the next one begins."""
 
     def __init__(self, stats: WorkStats) -> None:
         self._stats = stats

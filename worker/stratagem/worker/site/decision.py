@@ -30,7 +30,7 @@ the difference of their sums would reveal an update."""
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a coordinator asks of a site: a job, a plan, and how its updates are protected."""
+    """The request of a coordinator to a site: a job, a plan, and how its updates are protected."""
 
     job: JobSpec
     plan: str
@@ -109,7 +109,7 @@ def decide(
 
 
 def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetime, str]:
-    """Return the acceptance by a rule if its windows are open, else its next opening."""
+    """Return the rule's acceptance if its windows are open, else (time of opening, its text)."""
     if rule.timezone is None:
         return FitsRule(number, rule)
     zone, windows = ZoneInfo(rule.timezone), [parse_window(text) for text in rule.windows]

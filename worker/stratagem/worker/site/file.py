@@ -241,7 +241,7 @@ class SiteFile:
     consent: str
     """The SHA-256 of the consent; "" without one."""
     keys: Mapping[str, tuple[Ed25519PublicKey, ...]]
-    """The keys by the file that a rule's `code` names."""
+    """The public keys, keyed by the file that a rule's `code` names."""
     files: tuple[Path, ...]
     """All files that were read; when one of them changes, the site's file is read again."""
     pins: PeerPins | None = None

@@ -57,7 +57,7 @@ class SiteAdmission:
     """Fields common to all audit lines about the plan."""
     write: Write
     noises: frozenset[str] = frozenset()
-    """Names of the noise of the run's earlier rounds, if rows are protected."""
+    """Names that identify the noise of the run's earlier rounds, if rows are protected."""
     open_s: float | None = None
     """Seconds from the offer to the end of the site's window; None if it has no end."""
     closed_text: str = ""
@@ -121,7 +121,7 @@ class SiteAdmission:
 
 
 def unwritten(site: str) -> RefusedBySiteError:
-    """Return the error that refuses everything while the audit cannot be written."""
+    """Return the error by which everything is refused while the audit cannot be written."""
     return RefusedBySiteError(f"site {site} refuses: its audit cannot be written; see its log")
 
 

@@ -268,7 +268,7 @@ class CodeStore:
 
 
 def _is_intact(path: Path, digest: str) -> bool:
-    """Return whether a folder has exactly the files that the digest stands for."""
+    """Return whether a folder has exactly the files from which the digest was computed."""
     if not path.is_dir():
         return False
     try:
@@ -317,7 +317,7 @@ FORMS: Final = "none, signed:FILE, digests:FILE or any"
 
 
 class CodePolicy:
-    """The policy of `--allow-code`. Raises InvalidInputError for a malformed text, or an unusable
+    """The policy of `--allow-code`. Raises InvalidInputError for malformed text or unusable
     file."""
 
     def __init__(self, text: str = "none") -> None:

@@ -141,7 +141,7 @@ class EntryPoints:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A partial call with new copies of lists and dicts each time, since the callee may change
+    """A partial call with new copies of lists and dicts each time, as the callee may change
     them."""
 
     target: Callable[..., Any]

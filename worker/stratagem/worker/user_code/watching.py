@@ -36,8 +36,8 @@ class _SeenFile:
 _seen: dict[str, _SeenFile] = {}
 """The recorded files, keyed by module name. Used by one thread."""
 _passed_over: dict[tuple[str, ...], set[str]] = {}
-"""Names of modules that are not in these folders, keyed by the folders: there are thousands, and
-each entry point looks for new modules."""
+"""Names of modules outside of these folders, keyed by the folders: thousands, which no search for
+new modules looks at again."""
 
 
 def see_modules(folders: Iterable[str | Path]) -> None:
