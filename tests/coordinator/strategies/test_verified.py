@@ -10,12 +10,22 @@ from stratagem.common.base.ids import Digest, RunId, WorkerId
 from stratagem.common.numerics.verification import VERIFIER, Conclusion
 from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.commands import CancelRun, DrainWorker, Report, ResumeRun, SubmitRun
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    DrainWorker,
+    LeaveWorker,
+    RecordVerification,
+    Report,
+    ResumeRun,
+    SubmitRun,
+)
 from stratagem.coordinator.core.decide import world_of
+from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.run_view import view_of
 from stratagem.coordinator.core.world import RunPhase
-from tests.coordinator.core.jobs import DATA_PARALLEL, GOSSIP, LOCAL
-from tests.coordinator.core.simulation import RUN, member
+from tests.coordinator.core.jobs import DATA_PARALLEL, GOSSIP, LOCAL, job_text
+from tests.coordinator.core.raising_strategies import raising
+from tests.coordinator.core.simulation import RUN, Simulation, member, start
 from tests.coordinator.strategies.computing import Computing, Disturb, nobody, run, verified
 
 pytestmark = pytest.mark.core
@@ -508,7 +518,7 @@ def test_a_segment_that_nobody_can_verify_does_not_keep_others_from_it() -> None
     assert simulation.status.extra["verification"] == "3 chosen segments verified, 1 not"
 
 
-def failing(simulation: Computing) -> None:
+def failing(simulation: Simulation) -> None:
     """The code of the run's own party raises in the segment that it trains."""
     simulation.queue = deque()
     simulation.tell(Report(RUN, f.PartyFailed(party=f.ROOT, reason="the loss is not finite")))
@@ -536,3 +546,107 @@ def test_what_has_failed_is_repeated_once_from_a_state_that_is_verified() -> Non
     simulation.complete()
     assert simulation.course == undisturbed(LOCAL)
     assert [fact.segment for fact in simulation.facts(f.SegmentVerified)][-2:] == [3, 4]
+
+
+def held_back(simulation: Computing) -> list[Report]:
+    """Let all happen but what the verifier reports, which is returned."""
+    reports: list[Report] = []
+    while simulation.queue:
+        report = simulation.queue.popleft()
+        if getattr(report.fact, "party", "") == VERIFIER:
+            reports.append(report)
+        else:
+            simulation.tell(report)
+    return reports
+
+
+def test_a_difference_at_the_end_that_nobody_can_decide_leaves_it_open() -> None:
+    simulation = begun(verified(), *"ab", disturb=always("b", segment=4))
+    reports = held_back(simulation)
+    simulation.queue.extend(reports)
+    simulation.lose("a")
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).conclusion is Conclusion.OPEN
+    assert simulation.course == undisturbed(LOCAL)
+
+
+def test_a_verifier_that_leaves_is_replaced() -> None:
+    simulation = begun(verified(), *"abc")
+    while not simulation.verifying():
+        simulation.step()
+    simulation.tell(LeaveWorker(member("b"), "asked to"))
+    simulation.complete()
+    assert {name for _, names in simulation.verifying()[1:] for name in names} == {"c"}
+
+
+def test_a_failure_before_there_is_a_state_ends_the_run() -> None:
+    simulation = begun(verified(), "a")
+    failing(simulation)
+    assert simulation.record.ended is RunPhase.FAILED
+    raising_run = start(job_text(LOCAL), "a", strategies=raising("own_failure"))
+    failing(raising_run)
+    assert raising_run.record.reason.startswith("the strategy raised ")
+
+
+def test_a_run_resumed_before_what_was_checked_is_checked_again() -> None:
+    simulation = begun(verified(retention=8), *"abc")
+    simulation.until(f.SegmentVerified, 3)
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    simulation.complete()
+    assert simulation.course[-2:] == undisturbed(LOCAL)[-2:]
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)][3:] == [2, 3, 4]
+
+
+def test_of_many_checks_that_wait_the_oldest_is_given_up() -> None:
+    simulation = begun(verified(sample=0.4, steps=200, epochs=None), *"abc")
+    reports = held_back(simulation)
+    assert len(simulation.record.value.checks) == 3
+    num_missed = simulation.record.value.num_missed
+    assert num_missed > 0
+    simulation.queue.extend(reports)
+    simulation.complete()
+    assert f", {num_missed} not" in simulation.status.extra["verification"]
+
+
+@pytest.mark.parametrize(
+    ("fact", "expected"),
+    [
+        (
+            {"conclusion": "RUN", "digests": ("1", "2"), "workers": (("a",), ("b",))},
+            "segment 3 computed by a differs from that by b: the run was wrong and returns to the "
+            "state before it; quarantined: a",
+        ),
+        (
+            {"conclusion": "JOB", "workers": (("a", "b"),)},
+            "segment 3 was computed wrongly: the replicas of its members differ: the job does not "
+            "repeat itself, and is verified no more",
+        ),
+    ],
+)
+def test_a_refutation_says_what_is_known(fact: dict[str, Any], expected: str) -> None:
+    quarantined = ("a",) if fact["conclusion"] == "RUN" else ()
+    known: dict[str, Any] = {"party": f.ROOT, "segment": 3, "step": 15, "quarantined": quarantined}
+    assert sentence(f.SegmentRefuted(**known, **fact)) == expected
+    marked = f.SegmentRefuted(**{**known, **fact, "quarantined": (), "marked": ("a",)})
+    assert sentence(marked).endswith("a may have been wrong once")
+
+
+def test_a_verification_is_recorded_once_its_run_has_ended() -> None:
+    result = f.VerificationEnded(
+        run_id=RUN,
+        conclusion=Conclusion.EQUAL,
+        num_equal=7,
+        num_unverified=0,
+        workers=(WorkerId("b"),),
+        wall_s=9.0,
+    )
+    simulation = begun(verified(), *"ab")
+    refusal = simulation.refusal(RecordVerification(result))
+    assert refusal.reason == "run 'run-1' is active; it is verified at its end"
+    simulation.complete()
+    simulation.tell(RecordVerification(result))
+    assert simulation.state.verifications == {RUN: result}
+    unknown = result.model_copy(update={"run_id": RunId("other")})
+    assert simulation.refusal(RecordVerification(unknown)).reason == "run 'other' is not known"

@@ -9,7 +9,6 @@ state that is trusted, by the same fact as when a user resumes it from a commit.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Digest, RunId, WorkerId
@@ -238,32 +237,27 @@ def _rules(
     nobody, the next one decides."""
     check = value.checks[0]
     trainers = check.points[0].workers
-    if len(check.executions) >= 2:
-        probed = _probed(value, world)
-        yield lambda name: name == probed
-        return
 
     def is_other(name: WorkerId) -> bool:
         return name not in trainers
 
-    if check.executions:  # best by others than the first two, else by the run's own
+    if len(check.executions) >= 2:
+        probed = _probed(value, world)
+        yield lambda name: name == probed
+    elif check.executions:  # best by others than the first two, else by the run's own
         first = check.executions[0].workers
         yield lambda name: name not in first and is_other(name)
         yield (trainers - first).__contains__
         yield trainers.__contains__
-        return
-    match spec_of(job).on:
-        case "spare":
-            yield (
-                lambda name: (
-                    not _is_busy(value, world, name) and name not in members and is_other(name)
-                )
-            )
-        case "any":
-            yield is_other
-        case "members":
-            yield lambda name: name in members and is_other(name)
-            yield members.__contains__
+    elif (on := spec_of(job).on) == "any":
+        yield is_other
+    elif on == "members":
+        yield lambda name: name in members and is_other(name)
+        yield members.__contains__
+    else:
+        yield (
+            lambda name: not _is_busy(value, world, name) and name not in members and is_other(name)
+        )
 
 
 def _is_busy(value: VerifiedRun, world: World, name: WorkerId) -> bool:
@@ -385,10 +379,6 @@ def _returned(
     return trusting(replace(value, main=main, checks=checks))
 
 
-def _rebased(job: JobSpec, value: VerifiedRun, base: Base, _num_rows: Any) -> VerifiedRun:
-    return _returned(job, value, base, {})
-
-
 STRATEGY = Strategy(
     version=VERSION,
     check=check,
@@ -402,6 +392,8 @@ STRATEGY = Strategy(
     own_blobs=_blobs,
     children=_parties,
     nesting=Nesting(
-        progress=lambda value: nested.progress(value.main), rebase=_rebased, returned=_returned
+        progress=lambda value: nested.progress(value.main),
+        rebase=lambda job, value, base, _num_rows: _returned(job, value, base, {}),
+        returned=_returned,
     ),
 )

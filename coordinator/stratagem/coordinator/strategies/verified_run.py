@@ -235,9 +235,7 @@ def _added(value: VerifiedRun, check: Check) -> VerifiedRun:
     if len(others) <= MAX_WAITING:
         added = replace(value, checks=(first, *others))
         return added if value.checks else _begun(added)
-    if first.executions or nested.members([value.verifier]):
-        return missed(replace(value, checks=(first, *others[1:])), others[0])
-    return _begun(missed(replace(value, checks=tuple(others)), first))
+    return missed(replace(value, checks=(first, *others[1:])), others[0])
 
 
 def _begun(value: VerifiedRun) -> VerifiedRun:
