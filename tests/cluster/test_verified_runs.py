@@ -61,7 +61,7 @@ def test_who_has_the_mirror_of_a_wrong_slice_is_not_taken_for_its_author(flips: 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("once", [True, pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_bit_is_found_under_every_strategy(flips: Bench, case: str, once: bool) -> None:
     worker = max(flips.undisturbed(case).workers())
