@@ -650,3 +650,22 @@ def test_a_verification_is_recorded_once_its_run_has_ended() -> None:
     assert simulation.state.verifications == {RUN: result}
     unknown = result.model_copy(update={"run_id": RunId("other")})
     assert simulation.refusal(RecordVerification(unknown)).reason == "run 'other' is not known"
+
+
+def test_a_segment_is_repeated_a_few_times_at_most() -> None:
+    """Its worker is wrong each time but fails when it is alone, so nothing is known of it."""
+
+    def wrong(names: frozenset[str], segment: int, _number: int) -> str:
+        return "!" * (segment == 2 and "a" in names)
+
+    simulation = begun(verified({**DATA_PARALLEL, "num_replicas": 2}), *"abcd", disturb=wrong)
+    while simulation.queue:
+        report = simulation.queue.popleft()
+        executed = [names for party, _, names in simulation.computed if party == VERIFIER]
+        if getattr(report.fact, "party", "") == VERIFIER and executed[-1] == frozenset("a"):
+            report = Report(RUN, f.PartyFailed(party=VERIFIER, reason="the loss is not finite"))
+        simulation.tell(report)
+    assert simulation.record.ended is RunPhase.COMPLETED
+    conclusions = [fact.conclusion for fact in simulation.facts(f.SegmentRefuted)]
+    assert conclusions == [Conclusion.RUN] * 3 + [Conclusion.OPEN]
+    assert not simulation.record.is_reproducible

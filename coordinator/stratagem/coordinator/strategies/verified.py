@@ -54,6 +54,9 @@ from stratagem.coordinator.strategies.verified_run import (
     trusting,
 )
 
+MAX_RETURNS = 3
+"""The most returns in succession because of one segment, if nobody is quarantined for it."""
+
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Return the violations of the job without its verification, whose section has rules of its
@@ -145,7 +148,9 @@ def _verdict(value: VerifiedRun, world: World, now_s: float) -> Fact | None:
         return None
     blame = blame_of(check, world.workers)
     is_cleared = check.are_cleared and not blame.wrong
-    if conclusion is Conclusion.RUN and is_cleared and _is_hopeless(value, world):
+    is_hopeless = is_cleared and _is_hopeless(value, world)
+    is_repeated = not blame.wrong and value.refuted == (check.points[0].segment, MAX_RETURNS)
+    if conclusion is Conclusion.RUN and (is_hopeless or is_repeated):
         return _refuted(check, Conclusion.OPEN)
     for penalty in penalties(blame, world.workers, now_s):
         return penalty

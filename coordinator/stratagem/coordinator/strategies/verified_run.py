@@ -82,6 +82,8 @@ class VerifiedRun:
     avoided: Workers = frozenset()
     """Members that were wrong twice when they were together, and never alone: if others can, they
     train the run."""
+    refuted: tuple[int, int] = (0, 0)
+    """The newest refuted segment, and how often it was in succession with nobody quarantined."""
     num_verified: int = 0
     num_refuted: int = 0
     num_missed: int = 0
@@ -327,6 +329,9 @@ def _after_verdict(value: VerifiedRun, fact: SegmentRefuted, now_s: float) -> Ve
     match fact.conclusion:
         case Conclusion.RUN:
             point, earlier = check.points[0], value.unexplained
+            times = value.refuted[1] + 1 if value.refuted[0] == point.segment else 1
+            refuted = (point.segment, 0 if fact.quarantined else times)
+            value = replace(value, refuted=refuted)
             unexplained = point.base if check.are_cleared else None
             if unexplained is not None and earlier is not None and earlier.segment == point.segment:
                 value = replace(value, avoided=point.workers)
