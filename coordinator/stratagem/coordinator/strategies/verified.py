@@ -48,6 +48,7 @@ from stratagem.coordinator.strategies.verified_run import (
     VerifiedRun,
     begin,
     missed,
+    names_of,
     spec_of,
     trained_job,
     transition,
@@ -217,7 +218,7 @@ def _without(world: World, names: Workers) -> World:
 def _place(job: JobSpec, value: VerifiedRun, world: World) -> World:
     """Return the world that the verifier sees: one worker that may execute the check, if possible
     one that it has or had; nobody if there is none."""
-    present, members = _names(value.verifier), _names(value.main)
+    present, members = names_of(value.verifier), names_of(value.main)
     had = {member.worker_id for member in value.held} - present - members
     for may_execute in _rules(job, value, world, members):
         for name in (*sorted(present), *sorted(had)):
@@ -286,11 +287,6 @@ def _only(world: World, name: WorkerId) -> World:
     return World(workers, world.load, numerics=world.numerics)
 
 
-def _names(child: Child) -> Workers:
-    views = child.strategy.parties(child.value).values()
-    return frozenset(member.worker_id for view in views for member in view.members)
-
-
 # ---- Queries ----
 
 
@@ -334,13 +330,12 @@ def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
         return None if base == value.retried else _return_to(base, failed.reason)
     if not failed.minority and value.num_ties > 1:
         return None
-    names = (member.worker_id for member in nested.members([value.main]))
     return SegmentRefuted(
         party=ROOT,
         segment=failed.segment,
         step=failed.step,
         conclusion=Conclusion.RUN,
-        workers=(tuple(sorted(names)),),
+        workers=(tuple(sorted(names_of(value.main))),),
         marked=tuple(sorted(failed.minority)),
     )
 

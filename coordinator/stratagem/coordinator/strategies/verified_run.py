@@ -114,7 +114,7 @@ def _verifier_job(job: JobSpec) -> JobSpec:
 
 
 def _untargeted(strategy: ModelParallel) -> ModelParallel:
-    """Return the strategy with stages that any worker of the verifier takes; tagged so."""
+    """Return the strategy with stages for a tag that every worker of the verifier is given."""
     partitions = (replace(stage, target=Tag(VERIFIER)) for stage in strategy.partitions)
     return replace(strategy, partitions=tuple(partitions))
 
@@ -125,6 +125,12 @@ def begin(job: JobSpec, party: Party, strategies: Strategies) -> VerifiedRun:
         nested.begin(party, trained_job(job), 0, strategies),
         nested.begin(VERIFIER, _verifier_job(job), 0, strategies),
     )
+
+
+def names_of(child: Child) -> Workers:
+    """Return the names of all workers that a party has."""
+    views = child.strategy.parties(child.value).values()
+    return frozenset(member.worker_id for view in views for member in view.members)
 
 
 # ---- Folds ----
@@ -166,7 +172,7 @@ def trusting(value: VerifiedRun) -> VerifiedRun:
     """Return the run that goes on from its newest commit, of which nothing is known yet."""
     progress = nested.progress(value.main)
     latest = None if progress.committed is None else Point(progress.committed, progress.metrics)
-    since = frozenset(member.worker_id for member in nested.members([value.main]))
+    since = names_of(value.main)
     value = replace(value, latest=latest, since=since, trained={}, verified=None)
     if (
         latest is not None
@@ -189,7 +195,7 @@ def _of_main(job: JobSpec, value: VerifiedRun, fact: Fact) -> VerifiedRun:
             verifier = nested.transition(value.verifier, built, 0.0)
             return replace(trusting(value), verifier=verifier)
         case SegmentFinished():
-            members = frozenset(member.worker_id for member in nested.members([value.main]))
+            members = names_of(value.main)
             trained = {**value.trained, fact.segment: value.since | members}
             return replace(value, trained=trained, since=members)
         case SegmentCommitted(is_partial=False):
@@ -250,7 +256,7 @@ def _begun(value: VerifiedRun) -> VerifiedRun:
         verifier = nested.returned(value.verifier, check.base.base, check.base.metrics)
         # Without members nothing is due on workers that must not execute this.
         value = replace(value, verifier=nested.again(verifier))
-    present = frozenset(member.worker_id for member in nested.members([value.verifier]))
+    present = names_of(value.verifier)
     return _aimed(replace(value, verifiers=present))
 
 
@@ -264,7 +270,7 @@ def _aimed(value: VerifiedRun) -> VerifiedRun:
 def _of_verifier(value: VerifiedRun, fact: Fact, now_s: float) -> VerifiedRun:
     if isinstance(fact, PartyFailed):
         return _given_up(value)
-    before = frozenset(member.worker_id for member in nested.members([value.verifier]))
+    before = names_of(value.verifier)
     value = replace(value, verifier=nested.transition(value.verifier, fact, now_s))
     match fact:
         case MembersFormed():
