@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
-from stratagem.client.course.views import Event, Phase
+from stratagem.client.course.views import Event, Phase, is_of_verifier
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.common.numerics.verification import VERIFIER
@@ -48,7 +48,9 @@ NAMES = (
     *("Local", "AllReduce", "ParameterServer", "Gossip", "Pipeline", "Pipelines"),
     *("Pipelines-server", "Slices", "Full", "Full-mirrors", "Mirrors", "Coded", "Phases"),
     *("Phases-server", "DiLoCo", "DiLoCo-streaming", "DiLoCo-server", "Turns", "Scheduled"),
-    *("Frozen", "Stopped"),
+    *("Frozen", "Stopped", "FedAvg", "FedAvg-coded", "FedYogi", "Median", "Fair", "Nova"),
+    *("Scaffold", "Regions", "Regions-nested", "Silos", "Silo-pipelines", "Turns-clients"),
+    *("Population", "Turns-population"),
 )
 
 
@@ -76,6 +78,9 @@ CASES: dict[str, Job] = {
 }
 """Jobs of every kind that can be verified while it trains."""
 
+EVERYBODY: Final = ("Population", "Turns-population", "Regions", "Regions-nested")
+"""Those that leave no worker to spare: their members verify each other's work."""
+
 
 # ---- Runs ----
 
@@ -94,23 +99,48 @@ class Course:
 
     @property
     def commits(self) -> list[tuple[str, int, str]]:
-        """The party, segment and digest of every state that was committed."""
-        payloads = [event.payload for event in self.of("SegmentCommitted")]
-        return [(each["party"], each["segment"], each["digest"]) for each in payloads]
+        """The party, segment and digest of every state of the run, or of its verifier."""
+        payloads = [event.payload for event in self.of("SegmentCommitted", "GenerationClosed")]
+        return [
+            (each["party"], each.get("segment", each.get("generation")), each["digest"])
+            for each in payloads
+            if each["party"] in ("", VERIFIER)
+        ]
 
     @property
     def final(self) -> dict[int, str]:
         """The digests of the run's own states, the last one of each segment."""
         return {segment: digest for party, segment, digest in self.commits if not party}
 
-    def workers(self, party: str = "") -> set[str]:
-        formed = [event.payload for event in self.of("MembersFormed")]
-        members = [each["members"] for each in formed if each["party"] == party]
-        return {member["worker_id"] for each in members for member in each}
+    def workers(self, *, of_verifier: bool = False) -> set[str]:
+        """The workers that have trained, in any party."""
+        facts = [
+            (event.kind, event.payload)
+            for event in self.of("MembersFormed", "ClientsAssigned", "RosterFormed")
+            if is_of_verifier(event) is of_verifier
+        ]
+        federations = {fact["party"] for kind, fact in facts if kind == "RosterFormed"}
+        members = [
+            member
+            for kind, fact in facts
+            if kind == "MembersFormed" and fact["party"] not in federations  # who evaluates
+            for member in fact["members"]
+        ]
+        given = [
+            each
+            for kind, fact in facts
+            if kind == "ClientsAssigned"
+            for each in fact["assignments"]
+        ]
+        members += [each["member"] for each in given if each["member"]]
+        return {member["worker_id"] for member in members}
 
     @property
     def num_steps(self) -> int:
-        return max(int(event.payload["step"]) for event in self.of("SegmentCommitted"))
+        """The most steps that a party, or a client in a round, has trained."""
+        updates = [int(event.payload["num_steps"]) for event in self.of("UpdateReceived")]
+        steps = [int(event.payload["step"]) for event in self.of("SegmentCommitted")]
+        return max(updates or steps)
 
     @property
     def marked(self) -> set[str]:
@@ -202,8 +232,9 @@ class Bench:
         """Return the course of the job when nothing happens to it, verified by others."""
         if case not in self.known:
             plain = self.plain(case, CASES[case])
-            course = course_of(self.client.submit(verified(CASES[case], "spare")))
-            assert course.phase is Phase.COMPLETED, course.reason
+            on = "members" if case in EVERYBODY else "spare"
+            course = course_of(self.client.submit(verified(CASES[case], on)))
+            assert course.phase is Phase.COMPLETED, f"{case}: {course.reason}"
             assert course.final == plain.final, case
             assert not course.of("SegmentRefuted"), case
             newest = course.of("SegmentVerified")[-1].payload["segment"]
@@ -220,12 +251,14 @@ class Bench:
             segment for _, segment, digest in course.commits if right.get(segment, digest) != digest
         ]
         refuted = course.of("SegmentRefuted")
+        returns = [event.payload for event in course.of("RunResumed")]
+        is_retried = any(each["by"] == "verification" and each["reason"] for each in returns)
         is_failed = course.phase is not Phase.COMPLETED
-        is_verifier = worker not in course.workers() and worker in course.workers(VERIFIER)
+        is_verifier = worker not in course.workers() and worker in course.workers(of_verifier=True)
         return Attempt(
             *(case, worker, flip, num_flips, is_verifier),
             has_changed=bool(wrong or refuted or is_failed),
-            detected=bool(refuted),
+            detected=bool(refuted) or is_retried,
             repaired=not is_failed and course.final == right,
             quarantined=quarantined,
             marked=frozenset(course.marked),
@@ -330,8 +363,9 @@ class Series:
             once=draw.random() < 0.5,
             call=draw.choice((0, 0, 1, 2)),
         )
-        worker = draw.choice(sorted(right.workers(VERIFIER if is_of_verifier else "")))
+        worker = draw.choice(sorted(right.workers(of_verifier=is_of_verifier)))
         on = "spare" if is_of_verifier else draw.choice(("spare", "any"))
+        on = "members" if case in EVERYBODY else on
         return self.bench.attempt(case, worker, flip, on)
 
 

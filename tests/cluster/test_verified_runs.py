@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratagem.common.numerics.verification import VERIFIER
 from tests.cluster.flipping_worker import Flip
-from tests.cluster.flips import CASES, Bench, bench
+from tests.cluster.flips import CASES, EVERYBODY, Bench, bench
 
 pytestmark = [
     pytest.mark.cluster,
@@ -45,7 +44,7 @@ def test_a_wrong_bit_is_found_and_the_run_ends_with_the_right_ones(
 
 @pytest.mark.parametrize("once", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_a_verifier_that_is_wrong_is_named_and_the_run_goes_on(flips: Bench, once: bool) -> None:
-    (verifier,) = flips.undisturbed("ParameterServer").workers(VERIFIER)
+    (verifier,) = flips.undisturbed("ParameterServer").workers(of_verifier=True)
     attempt = flips.attempt("ParameterServer", verifier, Flip("gradient", 5, 17, 3, once=once))
     assert (attempt.detected, attempt.repaired, attempt.named) == (True,) * 3, attempt.row
     assert (attempt.conclusions, attempt.false_accusations) == (("VERIFIER",), frozenset())
@@ -60,12 +59,24 @@ def test_who_has_the_mirror_of_a_wrong_slice_is_not_taken_for_its_author(flips: 
     assert not attempt.quarantined
 
 
+LONGER = (
+    *("FedAvg-coded", "FedYogi", "Median", "Fair", "Nova", "Regions", "Silo-pipelines"),
+    *("Turns-clients", "Turns-population"),
+)
+"""Those that differ from another one in what is folded, or trained, alone."""
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("once", [True, pytest.param(False, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.soak] * (case in LONGER)) for case in CASES],
+)
 def test_a_wrong_bit_is_found_under_every_strategy(flips: Bench, case: str, once: bool) -> None:
-    worker = max(flips.undisturbed(case).workers())
-    attempt = flips.attempt(case, worker, Flip("gradient", 5, 17, 20, once=once), on="any")
+    right = flips.undisturbed(case)
+    flip = Flip("gradient", min(5, right.num_steps), 17, 20, once=once)
+    on = "members" if case in EVERYBODY else "any"
+    attempt = flips.attempt(case, max(right.workers()), flip, on=on)
     assert attempt.detected or not attempt.has_changed, attempt.row
     assert attempt.repaired, attempt.row
     assert not attempt.false_accusations, attempt.row

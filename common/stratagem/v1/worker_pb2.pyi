@@ -543,6 +543,7 @@ class EvaluatePlan(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     CLIENT_STATE_FIELD_NUMBER: _builtins.int
     WANTS_SUMS_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     size: _builtins.int
     count: _builtins.int
@@ -551,6 +552,8 @@ class EvaluatePlan(_message.Message):
     """Where a client evaluates with what it has kept of a round: which client, and what."""
     wants_sums: _builtins.bool
     """The rows are those of one client of several: OwnMetrics.sums of them are wanted."""
+    lineage: _builtins.int
+    """How often the party was restored to an earlier commit: segments come again."""
     @_builtins.property
     def base(self) -> Global___StateRef: ...
     @_builtins.property
@@ -568,10 +571,11 @@ class EvaluatePlan(_message.Message):
         client: _builtins.int = ...,
         client_state: Global___ClientStateRef | None = ...,
         wants_sums: _builtins.bool = ...,
+        lineage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client_state", b"client_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "client_state", b"client_state", "count", b"count", "rank", b"rank", "size", b"size", "splits", b"splits", "wants_sums", b"wants_sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "client_state", b"client_state", "count", b"count", "lineage", b"lineage", "rank", b"rank", "size", b"size", "splits", b"splits", "wants_sums", b"wants_sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

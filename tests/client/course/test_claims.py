@@ -14,7 +14,7 @@ from stratagem.client.course.claims import (
     doubt_of,
     first_difference,
 )
-from stratagem.coordinator.core.apply import _needs_its_journal
+from stratagem.coordinator.core.courses import needs_its_journal
 from stratagem.coordinator.core.facts import (
     ROOT,
     ClientsJoined,
@@ -151,7 +151,7 @@ def test_a_client_doubts_what_makes_the_coordinator_call_a_run_not_reproducible(
     fact: CoordinatorFact,
 ) -> None:
     doubt = doubt_of(type(fact).__name__, json.loads(fact.model_dump_json()))
-    assert bool(doubt) == _needs_its_journal(fact)
+    assert bool(doubt) == needs_its_journal(fact)
 
 
 def test_masked_updates_are_no_claims() -> None:

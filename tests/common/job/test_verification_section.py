@@ -65,12 +65,13 @@ def test_a_wrong_value_is_refused_by_field(section: Any, expected: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [{"type": "Local"}, DATA_PARALLEL, SERVER, GOSSIP, STAGES])
-def test_parties_that_train_in_step_can_be_verified(strategy: Any) -> None:
+def test_segments_of_each_strategy_can_be_verified(strategy: Any) -> None:
     assert job(strategy=strategy, verification=HALF).verification is not None
+    assert job(strategy=FEDERATED, verification=HALF).verification is not None
+    assert job(**{**MEMBERS, "verification": HALF}).verification is not None
 
 
-CUSTOM = {"type": "Custom", "coordinator": "mine", "config": {}}
-MEMBERS = {
+MEMBERS: dict[str, Any] = {
     "strategy": POPULATION,
     "steps_per_generation": 2,
     "evaluation": {"best": "loss"},
@@ -78,20 +79,34 @@ MEMBERS = {
 }
 EVALUATED = {**NOT_TRAINED, "evaluation": {}}
 ROUNDS = {"clip": {"norm": 1.0}, "noise_multiplier": 1.0, "target": {"delta": 1e-5}}
-AFTER = "verify such a run after its end, with stratagem verify"
+AFTER = "verify the run after its end, with stratagem verify"
+
+
+def federated(**options: Any) -> dict[str, Any]:
+    return {"strategy": {**FEDERATED, "options": options}}
 
 
 @pytest.mark.parametrize(
     ("sections", "field", "texts"),
     [
-        ({"strategy": FEDERATED}, "verification", ["under Federated", AFTER]),
-        (MEMBERS, "verification", ["under PopulationBased", AFTER]),
-        ({"strategy": CUSTOM}, "verification", ["under Custom", AFTER]),
+        (federated(secure_aggregation={}), "verification", ["secure_aggregation", AFTER]),
+        (federated(roster={"open": True}), "verification", ["open roster", AFTER]),
+        ({"strategy": FEDERATED, "privacy": ROUNDS}, "verification", ["with privacy", AFTER]),
+        (
+            {"strategy": FEDERATED, "data": {"worker_local": "mine"}},
+            "verification",
+            ["data.worker_local", AFTER],
+        ),
+        (
+            {**MEMBERS, "strategy": {**POPULATION, "options": {"asynchronous": True}}},
+            "verification",
+            ["asynchronous", AFTER],
+        ),
         (EVALUATED, "verification", ["there are no segments to compute again"]),
         (
             {"execution": {"deterministic": False}},
             "verification",
-            ["execution.deterministic: true"],
+            ["execution.deterministic: false"],
         ),
     ],
 )

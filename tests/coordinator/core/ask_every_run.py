@@ -35,4 +35,4 @@ def _decisions(state: CoordinatorState, world: World, now_s: float) -> Iterator[
             continue
         fact = ask(run, world, now_s)
         if fact is not None:
-            yield JournalEntry(run_id, fact, key_of(fact, run.num_returns))
+            yield JournalEntry(run_id, fact, key_of(fact, run))

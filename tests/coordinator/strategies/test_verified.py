@@ -23,6 +23,7 @@ from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.fact_text import sentence
 from stratagem.coordinator.core.run_view import view_of
 from stratagem.coordinator.core.world import RunPhase
+from stratagem.coordinator.strategies import nested
 from tests.coordinator.core.jobs import DATA_PARALLEL, GOSSIP, LOCAL, job_text
 from tests.coordinator.core.raising_strategies import raising
 from tests.coordinator.core.simulation import RUN, Simulation, member, start
@@ -524,7 +525,7 @@ def failing(simulation: Simulation) -> None:
     simulation.tell(Report(RUN, f.PartyFailed(party=f.ROOT, reason="the loss is not finite")))
 
 
-def test_what_has_failed_is_repeated_once_from_a_state_that_is_verified() -> None:
+def test_what_has_failed_is_repeated_from_a_state_that_is_verified_and_then_by_others() -> None:
     simulation = Computing()
     simulation.come("abc")
     simulation.tell(SubmitRun(RUN, verified(), 0.0))
@@ -534,6 +535,10 @@ def test_what_has_failed_is_repeated_once_from_a_state_that_is_verified() -> Non
         resumed = simulation.facts(f.RunResumed)[-1]
         assert (resumed.from_segment, resumed.reason) == (segment, "the loss is not finite")
     simulation.crash()
+    # Twice by the same worker: another one trains, and what fails there fails everywhere.
+    assert nested.workers(simulation.record.value.main) == {"a"}
+    failing(simulation)
+    assert nested.workers(simulation.record.value.main) == {"b"}
     failing(simulation)
     assert (simulation.record.ended, simulation.record.reason) == (
         RunPhase.FAILED,
@@ -603,7 +608,7 @@ def test_of_many_checks_that_wait_the_oldest_is_given_up() -> None:
     simulation = begun(verified(sample=0.4, steps=200, epochs=None), *"abc")
     reports = held_back(simulation)
     assert len(simulation.record.value.checks) == 3
-    num_missed = simulation.record.value.num_missed
+    num_missed = simulation.record.value.counts.missed
     assert num_missed > 0
     simulation.queue.extend(reports)
     simulation.complete()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from stratagem.client.course.views import Event, RunStatus, number, party_of
+from stratagem.client.course.views import Event, RunStatus, number, party_of, undone_from
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.text import values_text
 from stratagem.common.job import JobSpec, member_job
@@ -189,8 +189,10 @@ class PopulationFolding:
 
     def fold(self, event: Event) -> None:
         """Process the next event of the run."""
-        fact = event.payload
-        if event.kind == "SegmentCommitted":
+        fact, last = event.payload, undone_from(event)
+        if last is not None and self.records:
+            self._return_to(last)
+        elif event.kind == "SegmentCommitted":
             self.steps[party_of(event)] = fact["step"]
         elif party_of(event) == self._party:
             self._fold_own(event.kind, fact)
@@ -208,6 +210,14 @@ class PopulationFolding:
                 self._advance({fact["member"]: fact["copied"]})
             case "GenerationClosed":
                 self._close(fact)
+
+    def _return_to(self, last: int) -> None:
+        """Forget what followed the generation `last`, as the run trains it again."""
+        begun = self.records[last].items()
+        unscored = {m: replace(member, score=None, is_scored=False) for m, member in begun}
+        self.records = [*self.records[:last], unscored]
+        self.closed = {number: fact for number, fact in self.closed.items() if number <= last}
+        self.newest = dict.fromkeys(unscored, last + 1)
 
     def _close(self, fact: Mapping[str, Any]) -> None:
         generation = fact["generation"]

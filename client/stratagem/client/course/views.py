@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from stratagem.common.base.ids import Party, is_within
 from stratagem.common.numerics.verification import VERIFIER
 from stratagem.v1 import coordinator_pb2 as pb
 
@@ -456,7 +457,7 @@ def party_of(event: Event) -> str:
 def is_of_verifier(event: Event) -> bool:
     """Return True if an event is about the verifier, the party that executes segments of the run
     again, and so is no part of the run's own course."""
-    return party_of(event) == VERIFIER
+    return is_within(Party(party_of(event)), VERIFIER)
 
 
 def undone_from(event: Event) -> int | None:

@@ -1,6 +1,7 @@
 """Collect from a run's events the marks of its time line, merged so that they stay few, and the
 results of its verification."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -194,6 +195,7 @@ class ChecksFolding:
 def _executions(fact: Mapping[str, Any]) -> Iterator[AgainExecuted]:
     """Yield the further executions of a refuted segment, after that of the run."""
     run, *digests = fact.get("digests") or ("",)
-    right = {Conclusion.RUN: digests[:1], Conclusion.VERIFIER: [run]}.get(fact["conclusion"], [])
+    others = Counter(digest for digest in digests if digest != run).most_common(1)
+    right = {Conclusion.RUN: dict(others), Conclusion.VERIFIER: {run: 1}}.get(fact["conclusion"])
     for workers, digest in zip(fact["workers"][1:], digests, strict=True):
         yield AgainExecuted(workers, digest in right if right else None)

@@ -5,10 +5,11 @@ different states have at least one that is wrong. A third execution decides by m
 """
 
 import hashlib
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
-from stratagem.common.base.ids import Party
+from stratagem.common.base.ids import Digest, Party
 
 VERIFIER: Final = Party("verifier")
 """The party of a run that executes segments again while the run trains; see the job section
@@ -42,6 +43,11 @@ def conclude(run: str, second: str, third: str | None) -> Conclusion:
     if third == second:
         return Conclusion.RUN
     return Conclusion.VERIFIER if third == run else Conclusion.JOB
+
+
+def joint_digest(parts: Iterable[str]) -> Digest:
+    """Return a digest of several states and settings, which belong together."""
+    return Digest(hashlib.sha256("\n".join(parts).encode()).hexdigest())
 
 
 def share_of(seed: int, segment: int) -> float:

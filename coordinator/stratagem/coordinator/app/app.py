@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.base.ids import Party, RunId
+from stratagem.common.base.ids import Party, RunId, is_within
 from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.observe.logs import identify
 from stratagem.common.privacy.noise import PrivacySecret
@@ -308,13 +308,13 @@ class App:
                 self.env.transfers.forget_member(fact.member)
                 self.relay.forget(fact.member)
             case SegmentFinished():
-                if fact.party != VERIFIER:
+                if not is_within(fact.party, VERIFIER):
                     self.feed.set_progress(run_id, None)
                 self.history.end(run_id, fact.party)
             case RunResumed():  # which may have trained until now
                 self.feed.set_progress(run_id, None)
                 self.history.forget(run_id)
-            case RoundClosed():
+            case RoundClosed() if not is_within(fact.party, VERIFIER):
                 self.feed.set_progress(run_id, None)
             case UpdateRejected():
                 self.env.runs.refused[fact.cause] += 1

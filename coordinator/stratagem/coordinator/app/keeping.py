@@ -16,7 +16,8 @@ from typing import Final
 import structlog
 
 from stratagem.common.base.errors import InProgressError, WrongStateError
-from stratagem.common.base.ids import Digest, RunId
+from stratagem.common.base.ids import Digest, RunId, is_within
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.tensors.files import header_bytes, header_of
 from stratagem.common.tensors.manifest import Purpose, build_manifest
 from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers, HoldBlobs
@@ -138,6 +139,9 @@ class Collector:
         party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
         of_run = self._spool_run(run_id)
         what = f"delete the updates of a round of run {run_id}"
+        if is_within(party, VERIFIER):  # which may be training the round once more already
+            self._do_in_thread(lambda: self._spool.delete_returned(of_run), what)
+            return
         self._do_in_thread(lambda: self._spool.delete_round(of_run, party, oldest), what)
         run = self._loop.state.runs.get(run_id)
         for below, inner in rounds_inside(run.job, run.value, number) if run and not party else ():

@@ -3,19 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
-from stratagem.common.base.ids import RunId, WorkerId
+from stratagem.common.base.ids import RunId, WorkerId, is_within
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics.verification import VERIFIER, Conclusion
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
-from stratagem.coordinator.core.courses import resumed_metrics, with_course
+from stratagem.coordinator.core.courses import needs_its_journal, resumed_metrics, with_course
 from stratagem.coordinator.core.effects import Base, slots
 from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
     TRAIN_LOSS,
     BlobsHeld,
-    ClientsJoined,
-    ClientStateLost,
     ClusterSummed,
     CommitUploaded,
     DataUploaded,
@@ -26,7 +24,6 @@ from stratagem.coordinator.core.facts import (
     ModelBuilt,
     Noted,
     RoundClosed,
-    RoundWaits,
     RunCancelled,
     RunCompleted,
     RunDeleted,
@@ -37,10 +34,8 @@ from stratagem.coordinator.core.facts import (
     RunSubmitted,
     SegmentCommitted,
     SegmentFinished,
-    SegmentRefuted,
     SoleCopiesLost,
     UpdateReceived,
-    UpdateRejected,
     VerificationEnded,
     WorkerDraining,
     WorkerLeft,
@@ -224,7 +219,7 @@ def _apply_to_run(
     record = _with_copies(_with_results(record, fact), fact)
     if isinstance(fact, ModelBuilt) and fact.rows:
         record = replace(record, rows={**record.rows, fact.party: fact.rows})
-    if _needs_its_journal(fact):
+    if needs_its_journal(fact) and not is_within(getattr(fact, "party", ROOT), VERIFIER):
         record = replace(record, is_reproducible=False)
     try:
         record, used = _transition(record, fact, time_s)
@@ -276,7 +271,7 @@ def _returned(run: RunRecord, fact: RunResumed) -> RunRecord:
     here = next((commit for commit in run.commits if commit.segment == base.segment), here)
     # Of the commits before it, the states of those that were not retained are deleted.
     before = (commit for commit in retained(run) if commit.segment < base.segment)
-    commits = (*before, here)
+    commits = (*before, here) if base.digest else ()  # none before a population's first
     if nesting.returned is not None:
         value = nesting.returned(run.job, run.value, base, here.metrics)
     else:
@@ -310,28 +305,12 @@ def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
     return replace(record, ended=ended, reason=fact.reason)
 
 
-def _needs_its_journal(fact: Fact) -> bool:
-    """Return True if timing or machines have influenced a decision, in any party, so that the job
-    alone does not determine the result."""
-    match fact:
-        case RoundClosed() | Noted() | GenerationClosed():
-            return fact.by_policy
-        case Evaluated():
-            return bool(fact.without)
-        case UpdateRejected():
-            return not fact.cause.is_of_the_job
-        case SegmentRefuted():
-            return fact.conclusion in (Conclusion.JOB, Conclusion.OPEN)
-        case _:
-            return isinstance(fact, RoundWaits | ClientsJoined | ClientStateLost)
-
-
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
     """Add the fact's commits and metrics to the run. Commits and metrics of a party below the root
     are left out: they concern its strategy alone."""
     party = getattr(fact, "party", ROOT)
     if party != ROOT:
-        return record if party == VERIFIER else _with_engine(record, fact)
+        return record if is_within(party, VERIFIER) else _with_engine(record, fact)
     match fact:
         case ModelBuilt():
             metrics = resumed_metrics(record.job)

@@ -1,4 +1,5 @@
-"""Decide on early stopping and plateaus from the evaluations of a run, and detect crash loops.
+"""Decide on early stopping and plateaus from the evaluations of a run, and detect crash loops and
+decisions that the job does not determine.
 
 The counters for a metric are stored among the metrics of each commit, under reserved names. A run
 that returns to a commit, or begins from one, continues with its counters.
@@ -13,7 +14,40 @@ from typing import Final
 from stratagem.common.base.text import counted
 from stratagem.common.job import JobSpec, ScheduleSpec
 from stratagem.common.job.sections import FollowedMetric, plateau_metric, stop_metric
-from stratagem.coordinator.core.facts import Member, ProcessDied
+from stratagem.common.numerics.verification import Conclusion
+from stratagem.coordinator.core.facts import (
+    ClientsJoined,
+    ClientStateLost,
+    Evaluated,
+    Fact,
+    GenerationClosed,
+    Member,
+    Noted,
+    ProcessDied,
+    RoundClosed,
+    RoundWaits,
+    SegmentRefuted,
+    UpdateRejected,
+)
+
+# ---- Chance ----
+
+
+def needs_its_journal(fact: Fact) -> bool:
+    """Return True if timing or machines have influenced a decision, in any party, so that the job
+    alone does not determine the result."""
+    match fact:
+        case RoundClosed() | Noted() | GenerationClosed():
+            return fact.by_policy
+        case Evaluated():
+            return bool(fact.without)
+        case UpdateRejected():
+            return not fact.cause.is_of_the_job
+        case SegmentRefuted():
+            return fact.conclusion in (Conclusion.JOB, Conclusion.OPEN)
+        case _:
+            return isinstance(fact, RoundWaits | ClientsJoined | ClientStateLost)
+
 
 # ---- Early stopping and plateaus ----
 

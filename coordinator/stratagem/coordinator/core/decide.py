@@ -9,9 +9,10 @@ from collections.abc import Callable, Set
 from typing import assert_never
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.ids import RunId, WorkerId
+from stratagem.common.base.ids import RunId, WorkerId, is_within
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import rules
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import (
     AboutWorkers,
@@ -172,15 +173,18 @@ def world_of(state: CoordinatorState) -> World:
     return World(state.workers, load)
 
 
-def key_of(fact: Fact, num_returns: int = 0) -> str | None:
+def key_of(fact: Fact, run: RunRecord | None = None) -> str | None:
     """Return the idempotency key of a fact that may be journaled only once; None for other facts.
-    num_returns: the run's returns to earlier commits, after which updates may come again."""
+    run: the run that the fact is about, whose updates may come again after it has returned to an
+    earlier commit; None: it does not exist yet."""
     match fact:
         case MembersFormed():
             return f"members/{fact.party}/{fact.membership}"
         case UpdateReceived():
             # A rejection has no key: a client that has failed may be asked again.
-            again = f"/{num_returns}" if num_returns else ""
+            again = f"/{run.num_returns}" if run is not None and run.num_returns else ""
+            if run is not None and is_within(fact.party, VERIFIER):  # it trains rounds repeatedly
+                again += f"/repeat-{run.strategy.num_repeats(run.value)}"
             if fact.attempt:  # a secure round, in which the client sends one under new masks
                 again += f"/attempt-{fact.attempt}"
             return f"received/{fact.party}/{fact.round_num}/{fact.client}{again}"
@@ -373,7 +377,7 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
         return (JournalEntry(command.run_id, RunFailed(reason=reason)),)
     if reason:
         return Refusal(RefusalKind.STALE, reason)
-    return (JournalEntry(command.run_id, command.fact, key_of(command.fact, run.num_returns)),)
+    return (JournalEntry(command.run_id, command.fact, key_of(command.fact, run)),)
 
 
 def _is_last_upload(run: RunRecord, command: Report) -> bool:
@@ -477,7 +481,7 @@ class Agenda:
         for run_id in sorted(self._due, key=self._numbers.__getitem__):
             fact = ask(state.runs[run_id], self.world, now_s)
             if fact is not None:
-                return JournalEntry(run_id, fact, key_of(fact, state.runs[run_id].num_returns))
+                return JournalEntry(run_id, fact, key_of(fact, state.runs[run_id]))
             self._due.discard(run_id)
         return None
 

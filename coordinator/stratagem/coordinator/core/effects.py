@@ -330,6 +330,9 @@ class EvaluateState:
     """The client on whose rows one member evaluates, if each client evaluates on its own rows."""
     client_state: KeptState | None = None
     """The private state of that client; None if clients have none."""
+    lineage: int = 0
+    """The number of times that the party was restored to an earlier commit: states of the same
+    segments are evaluated again."""
 
     @property
     def member(self) -> Member | None:

@@ -140,6 +140,20 @@ class Nesting:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeating:
+    """The functions that let segments of a run be trained again while the run goes on."""
+
+    committed: Callable[[Any], Base | None]
+    """(value): the newest commit; None while there is none."""
+    restored: Callable[[JobSpec, Any, Any], Any]
+    """(job, value, earlier): the value of the party as it goes on from an earlier value of this
+    run, which may be that of another party. Members drop what they hold and meet again."""
+    digest: Callable[[Any], Digest] | None = None
+    """(value): a digest of all that the segments after the newest commit follow from; None: the
+    digest of the committed state."""
+
+
+@dataclass(frozen=True, slots=True)
 class Child:
     """A party inside a strategy, run by its own strategy; see nested.py."""
 
@@ -189,6 +203,11 @@ class Strategy:
     """(value): the leader-clock time at which to call decide in any case; None: never."""
     own_parties: Callable[[Any], Mapping[Party, PartyView]] = lambda _: {}
     """(value): the parties whose members exchange tensors with each other."""
+    own_workers: Callable[[Any], Iterable[Member]] = _none
+    """(value): the workers that have work of the party, besides those in own_parties."""
+    num_repeats: Callable[[Any], int] = lambda _: 0
+    """(value): the number of times that a verifier of the run has begun segments again. It keeps
+    apart the updates of a round that is trained several times."""
     own_deaths: Callable[[Any, Member], tuple[ProcessDied, ...]] = _none
     """(value, member): deaths to count for a process that ended unasked, one per piece of work."""
     own_reform: Callable[[Any, Party, str], Fact | None] = lambda *_: None
@@ -208,6 +227,8 @@ class Strategy:
     """(value): the children that have work now, against which alone deaths count; None: all."""
     nesting: Nesting | None = None
     """The functions of nesting; None: neither inside another strategy nor from earlier commits."""
+    repeating: Repeating | None = None
+    """The functions of a verification while the run trains; None: it is not possible."""
 
     def _working(self, value: Any) -> Iterable[Child]:
         return (self.working or self.children)(value)
@@ -224,6 +245,12 @@ class Strategy:
         for child in self.children(value):
             parties.update(child.strategy.parties(child.value))
         return parties
+
+    def workers(self, value: Any) -> frozenset[Member]:
+        """Return the workers that have work of this party or of those below."""
+        views = self.own_parties(value).values()
+        inside = (child.strategy.workers(child.value) for child in self.children(value))
+        return frozenset(self.own_workers(value)).union(*(view.members for view in views), *inside)
 
     def deaths_to_charge(self, value: Any, member: Member) -> tuple[ProcessDied, ...]:
         """Return the deaths to count, in this party and those below, for a worker whose process

@@ -116,6 +116,7 @@ async def _evaluate(
         client=effect.client or 0,
         client_state=client_state_ref(effect.client_state),
         wants_sums=effect.client is not None,
+        lineage=effect.lineage,
     )
     at = _session(effect, member)
     request = env.workers.request(effect.party, at, effect.base.segment, evaluate=plan)
@@ -262,8 +263,7 @@ async def own_metrics(
     member = effect.members[0]
     measuring = child_party(effect.party, "measure")
     at = WorkerSession(member, effect.run_id, measuring, effect.membership)
-    lineage = lineage_of(effect)
-    plan = worker_pb2.MeasurePlan(outputs=outputs, splits=splits, lineage=lineage)
+    plan = worker_pb2.MeasurePlan(outputs=outputs, splits=splits, lineage=effect.lineage)
     request = env.workers.request(effect.party, at, segment, measure=plan)
     result = await finish(env, effect, member, request, PlanListener())
     return None if result is None else dict(result.measure.metrics)
@@ -306,7 +306,7 @@ async def shown_evaluation(
         split=splits[0],
         step=step,
         metrics={name.removeprefix(prefix): value for name, value in metrics.items()},
-        lineage=lineage_of(effect),
+        lineage=effect.lineage,
     )
     session = WorkerSession(effect.members[0], effect.run_id, shown_in, effect.membership)
     request = env.workers.request(effect.party, session, segment, show=plan)
@@ -315,8 +315,3 @@ async def shown_evaluation(
         return None
     logged = {f"{LOGGED}{name}": value for name, value in sorted(result.show.logged.items())}
     return Seen(logged, result.show.stop_reason)
-
-
-def lineage_of(effect: RunSegment | EvaluateState) -> int:
-    """Return the lineage number of the evaluated state; 0 if the state is stored."""
-    return effect.lineage if isinstance(effect, RunSegment) else 0

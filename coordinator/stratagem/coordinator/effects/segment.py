@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from stratagem.common.base.errors import InvalidInputError, SoleCopyLostError, StratagemError
-from stratagem.common.base.ids import Digest, Party, RunId, child_party
+from stratagem.common.base.ids import Digest, Party, RunId, child_party, is_within
 from stratagem.common.history import Columns, Series, stride_of
 from stratagem.common.history.recording import MAX_SERIES, pack
 from stratagem.common.numerics.shards import assign_shards
@@ -319,7 +319,7 @@ def stride_for(runs: LiveRuns, effect: RunSegment) -> int:
     """Return the steps per row of the step history; 0 if the job records or trains nothing, or the
     segment is only verified."""
     recording = runs.job_of(effect.run_id, effect.party).recording
-    is_off = effect.party == VERIFIER or (recording is not None and not recording.steps)
+    is_off = is_within(effect.party, VERIFIER) or (recording is not None and not recording.steps)
     num_steps = effect.num_rounds * effect.num_steps
     return 0 if is_off or not num_steps else stride_of(num_steps)
 

@@ -16,8 +16,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
-from stratagem.common.base.ids import Party, child_party
+from stratagem.common.base.ids import Party, child_party, is_within
 from stratagem.common.compression.table import update_key
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.privacy.noise import SecretLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import pull
@@ -81,7 +82,8 @@ class RecordedRound:
     ) -> None:
         self._env, self._effect, self._request = env, effect, request
         recording = env.runs.job_of(effect.run_id, effect.party).recording
-        self._is_on = recording is not None and recording.client_steps
+        is_asked = recording is not None and recording.client_steps
+        self._is_on = is_asked and not is_within(effect.party, VERIFIER)
         self._key = TailKey(effect.run_id, party_of(effect), 0)
         self._stride = 0
         self._from_step = 0

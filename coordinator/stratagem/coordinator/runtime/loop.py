@@ -25,7 +25,7 @@ from stratagem.common.base.errors import (
     UnavailableError,
     WrongStateError,
 )
-from stratagem.common.base.ids import RunId
+from stratagem.common.base.ids import RunId, is_within
 from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.observe.metrics import Durations
 from stratagem.coordinator.core.apply import CLUSTER, apply
@@ -354,7 +354,7 @@ def counted_as(fact: Fact) -> Iterator[str]:
     yield kind
     if isinstance(fact, SegmentRefuted):
         yield f"{kind} {fact.conclusion}"
-    elif getattr(fact, "party", ROOT) == VERIFIER:
+    elif is_within(getattr(fact, "party", ROOT), VERIFIER):
         yield f"{kind} {VERIFIER}"
 
 

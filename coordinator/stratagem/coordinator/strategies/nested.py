@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.base.ids import Party, RunId, WorkerId, is_within
+from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId, is_within
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, describe
 from stratagem.coordinator.core.effects import Base, Effect
@@ -28,6 +29,7 @@ from stratagem.coordinator.core.strategy_contract import (
     NestedProgress,
     Nesting,
     PartyView,
+    Repeating,
     Strategies,
 )
 from stratagem.coordinator.core.world import World
@@ -98,6 +100,31 @@ def returned(child: Child, base: Base, metrics: Mapping[str, float]) -> Child:
     if nesting.returned is None:
         return rebased(child, child.job, base, progress(child).num_rows, child.horizon)
     return replace(child, value=nesting.returned(child.job, child.value, base, metrics))
+
+
+def restored(child: Child, earlier: Any) -> Child:
+    """Return the child as it goes on from an earlier run value of this run, with no members and no
+    failures counted."""
+    value = _repeating(child).restored(child.job, child.value, earlier)
+    return again(replace(child, value=value))
+
+
+def committed(child: Child) -> Base | None:
+    """Return the newest commit of the child; None while there is none."""
+    return _repeating(child).committed(child.value)
+
+
+def digest(child: Child) -> Digest:
+    """Return a digest of all that the child's next segments follow from."""
+    functions, base = _repeating(child), committed(child)
+    if functions.digest is not None:
+        return functions.digest(child.value)
+    return NO_DIGEST if base is None else base.digest
+
+
+def workers(child: Child) -> frozenset[WorkerId]:
+    """Return the names of all workers that have work of the child."""
+    return frozenset(member.worker_id for member in child.strategy.workers(child.value))
 
 
 def decide(child: Child, world: World, now_s: float) -> Fact | None:
@@ -172,6 +199,11 @@ def world_beside(world: World, siblings: Iterable[Child]) -> World:
 
 def _parties(children: Iterable[Child]) -> Iterable[PartyView]:
     return chain.from_iterable(c.strategy.parties(c.value).values() for c in children)
+
+
+def _repeating(child: Child) -> Repeating:
+    assert child.strategy.repeating is not None, "the job was checked"
+    return child.strategy.repeating
 
 
 def _nesting(child: Child) -> Nesting:

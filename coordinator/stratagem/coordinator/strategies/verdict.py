@@ -1,22 +1,25 @@
 """Decide who is wrong when a segment that was executed again ends with another state.
 
-The second execution differs, so a third decides by majority. After it, each worker that is
+The second execution differs, so others follow until two agree. After that, each worker that is
 suspected executes the segment alone: whoever computes other bits again is wrong for good, and a
 fault that does not recur leaves a mark. All this is a pure function of the executions' digests.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from stratagem.common.base.ids import Digest, WorkerId
-from stratagem.common.numerics.verification import Conclusion, conclude
+from stratagem.common.numerics.verification import Conclusion
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import WorkerMarked, WorkerQuarantined
 from stratagem.coordinator.core.world import WorkerRecord
 
 MARK_S: Final = 24 * 3600.0
 """Seconds for which a mark counts: a worker that is then the only suspect is quarantined."""
+
+MAX_EXECUTIONS: Final = 5
+"""The most further executions of a segment by which it is decided who is wrong."""
 
 Workers = frozenset[WorkerId]
 
@@ -26,7 +29,10 @@ class Point:
     """A state that the run has committed, and the workers that computed it from the one before."""
 
     base: Base
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    digest: Digest
+    """The digest that another execution has to end with, of all that the run goes on from."""
+    value: Any = None
+    """The run value of the run's own party at that commit, from which it can be trained again."""
     workers: Workers = frozenset()
 
     @property
@@ -58,62 +64,99 @@ class Check:
 
     @property
     def conclusion(self) -> Conclusion | None:
-        """Return who is wrong; None while that is not decided.
-
-        A third execution by the run's own workers does not confirm the run: what a defect repeats,
-        it would repeat there.
-        """
-        if len(self.executions) < 2:
-            return Conclusion.OPEN if self.is_given_up else None
-        point, (second, third) = self.points[0], self.executions[:2]
-        conclusion = conclude(point.base.digest, second.digest, third.digest)
-        is_own = bool(third.workers & point.workers) and not third.workers & second.workers
-        return Conclusion.OPEN if conclusion is Conclusion.VERIFIER and is_own else conclusion
+        """Return who is wrong; None while that is not decided."""
+        return self._decision[0]
 
     @property
-    def right(self) -> Digest:
-        """Return the digest of the majority of three executions, if there is one."""
-        is_run_wrong = self.conclusion is Conclusion.RUN
-        return self.executions[0].digest if is_run_wrong else self.points[0].base.digest
+    def undecided(self) -> Conclusion:
+        """Return the conclusion if nobody else can execute the segment: the job does not repeat
+        itself if three executions have three results."""
+        digests = [self.points[0].digest, *(other.digest for other in self.executions)]
+        is_of_job = len(digests) > 2 and len({*digests}) == len(digests)
+        return Conclusion.JOB if is_of_job else Conclusion.OPEN
+
+    @property
+    def tried(self) -> Workers:
+        """Return the workers that have executed the segment again."""
+        return frozenset[WorkerId]().union(*(other.workers for other in self.executions))
+
+    @property
+    def _decision(self) -> tuple[Conclusion | None, int]:
+        """Return the conclusion, and the number of executions that it follows from.
+
+        Two equal results decide. An execution by the run's own workers does not confirm the run:
+        what a defect repeats, it would repeat there. Two by different workers do.
+        """
+        point, seen = self.points[0], list[Execution]()
+        for number, last in enumerate(self.executions, start=1):
+            seen.append(last)
+            equal = [other for other in seen if other.digest == last.digest]
+            is_seconded = any(not other.workers & last.workers for other in equal)
+            if last.digest == point.digest:
+                if is_seconded or not last.workers & point.workers:
+                    return Conclusion.VERIFIER, number
+            elif len(equal) > 1:
+                return Conclusion.RUN, number
+            if number == MAX_EXECUTIONS:
+                return self.undecided, number
+        return self.undecided if self.is_given_up else None, len(self.executions)
+
+    @property
+    def right(self) -> Digest | None:
+        """Return the digest that two executions agree on; None if there is none."""
+        conclusion, number = self._decision
+        match conclusion:
+            case Conclusion.RUN:
+                return self.executions[number - 1].digest
+            case Conclusion.VERIFIER:
+                return self.points[0].digest
+            case _:
+                return None
 
     @property
     def suspects(self) -> Workers:
         """Return the workers among which somebody was wrong; none while that is not decided."""
-        match self.conclusion:
-            case Conclusion.RUN:
-                return self.points[0].workers
-            case Conclusion.VERIFIER:
-                return self.executions[0].workers
-            case Conclusion.OPEN:
-                return self.points[0].workers | self.executions[0].workers
-            case _:
-                return frozenset()
+        conclusion, number = self._decision
+        if conclusion is None or conclusion is Conclusion.JOB:
+            return frozenset()
+        if conclusion is Conclusion.OPEN:
+            return self.points[0].workers | self.executions[0].workers
+        return frozenset[WorkerId]().union(*self._wrong(number))
 
     @property
     def unprobed(self) -> tuple[WorkerId, ...]:
         """Return the suspects that have yet to execute the segment alone, sorted; none if there is
         no majority to compare them with."""
-        if self.is_given_up or self.conclusion not in (Conclusion.RUN, Conclusion.VERIFIER):
+        if self.right is None or self.is_given_up:
             return ()
-        return tuple(sorted(self.suspects - self._with(is_right=True) - self.wrong))
+        return tuple(sorted(self.suspects - self._right_alone - self.wrong))
 
     @property
     def wrong(self) -> Workers:
-        """Return the suspects that have computed other bits when they executed the segment alone,
-        after the three executions."""
-        return self.suspects & self._with(is_right=False)
+        """Return the suspects that have computed other bits twice, one time of it alone."""
+        if self.right is None:
+            return frozenset()
+        wrong = [*self._wrong(len(self.executions))]
+        alone = frozenset[WorkerId]().union(*(names for names in wrong if len(names) == 1))
+        return frozenset(name for name in alone if sum(name in names for names in wrong) > 1)
 
     @property
     def are_cleared(self) -> bool:
         """Return True if all suspects have computed the right bits alone."""
-        return self.suspects <= self._with(is_right=True)
+        return self.suspects <= self._right_alone
 
-    def _with(self, *, is_right: bool) -> Workers:
-        """Return the workers with an execution alone that was right, or a probe that was wrong."""
-        executions = self.executions if is_right else self.executions[2:]
-        alone = (execution for execution in executions if len(execution.workers) == 1)
-        names = (one.workers for one in alone if (one.digest == self.right) is is_right)
-        return frozenset[WorkerId]().union(*names)
+    @property
+    def _right_alone(self) -> Workers:
+        right = (other.workers for other in self.executions if other.digest == self.right)
+        return frozenset[WorkerId]().union(*(names for names in right if len(names) == 1))
+
+    def _wrong(self, number: int) -> Iterator[Workers]:
+        """Yield the workers of each wrong execution, of the run's and the first `number` others."""
+        if self.points[0].digest != self.right:
+            yield self.points[0].workers
+        yield from (
+            other.workers for other in self.executions[:number] if other.digest != self.right
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Digest, RunId, WorkerId
-from stratagem.common.base.text import counted
+from stratagem.common.base.ids import NO_DIGEST, Digest, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.verification import VERIFIER, Conclusion
+from stratagem.common.strategy import describe
 from stratagem.coordinator.core.effects import Base, Effect
 from stratagem.coordinator.core.facts import (
     ROOT,
@@ -23,6 +23,7 @@ from stratagem.coordinator.core.facts import (
     PartyFailed,
     ReplicasDiffer,
     RunCompleted,
+    RunFailed,
     RunResumed,
     SegmentRefuted,
 )
@@ -48,11 +49,10 @@ from stratagem.coordinator.strategies.verified_run import (
     VerifiedRun,
     begin,
     missed,
-    names_of,
+    needed_tags,
     spec_of,
     trained_job,
     transition,
-    trusting,
 )
 
 MAX_RETURNS = 3
@@ -62,7 +62,12 @@ MAX_RETURNS = 3
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Return the violations of the job without its verification, whose section has rules of its
     own."""
-    return nested.check(trained_job(job), strategies)
+    own_job = trained_job(job)
+    strategy = strategies.require(own_job)
+    if strategy.repeating is None:
+        text = f"is not possible under {describe(job.strategy)}, which cannot train a segment again"
+        return [Violation("verification", f"{text} (repeating); see stratagem verify")]
+    return strategy.check(own_job, strategies)
 
 
 # ---- Decisions ----
@@ -81,6 +86,8 @@ def decide(job: JobSpec, value: VerifiedRun, world: World, now_s: float) -> Fact
         return fact
     main = value.main
     fact = main.strategy.decide(main.job, main.value, _trainers(value, world), now_s)
+    if isinstance(fact, RunFailed):
+        fact = _again_after(value, fact.reason) or fact
     is_end = isinstance(fact, RunCompleted)
     if not value.checks or (fact is not None and not is_end):
         return fact
@@ -94,7 +101,7 @@ def decide(job: JobSpec, value: VerifiedRun, world: World, now_s: float) -> Fact
 def _completed(value: VerifiedRun, fact: Fact | None) -> Fact | None:
     """Return what follows while the verifier does not move: the completion of the run (fact), if
     there is one and nobody executes a check, or the end of a check that nobody can execute."""
-    is_idle, has_differed = not nested.members([value.verifier]), bool(value.checks[0].executions)
+    is_idle, has_differed = not nested.workers(value.verifier), bool(value.checks[0].executions)
     if is_idle and value.checks[1:] and not has_differed:
         reason = f"nobody can verify segment {value.checks[0].points[0].segment}"
         return PartyFailed(party=VERIFIER, reason=f"{reason}, and others wait")
@@ -104,14 +111,14 @@ def _completed(value: VerifiedRun, fact: Fact | None) -> Fact | None:
         return None  # the run ends after this verification
     if has_differed:
         return _refuted(value.checks[0], Conclusion.OPEN)
-    text = _counts(missed(value, *value.checks))
+    text = _text(missed(value, *value.checks))
     return fact.model_copy(update={"reason": f"{fact.reason}; {text}"})
 
 
 def _stuck(value: VerifiedRun) -> PartyFailed | None:
     """Return the failure of a verifier that has nothing more to do although the check goes on."""
     verifier = value.verifier
-    if not nested.members([verifier]) or nested.pending(RunId(""), verifier):
+    if not nested.workers(verifier) or nested.pending(RunId(""), verifier):
         return None
     text = f"it does not come to segment {value.checks[0].points[0].segment} as the run did"
     return PartyFailed(party=VERIFIER, reason=f"{text}: their metrics differ")
@@ -142,15 +149,20 @@ def _purpose(check: Check, formed: MembersFormed) -> str:
 def _verdict(value: VerifiedRun, world: World, now_s: float) -> Fact | None:
     """Return the next penalty, or the end of a check in which a state differed; None if there is no
     such check, or a suspect can still be probed."""
-    if not value.checks or (conclusion := value.checks[0].conclusion) is None:
+    if not value.checks:
         return None
-    check = value.checks[0]
+    check = _examined(value, world)
+    if (conclusion := check.conclusion) is None:
+        return None
     if _probed(value, world) is not None:
         return None
     blame = blame_of(check, world.workers)
     is_cleared = check.are_cleared and not blame.wrong
     is_hopeless = is_cleared and _is_hopeless(value, world)
-    is_repeated = not blame.wrong and value.refuted == (check.points[0].segment, MAX_RETURNS)
+    is_repeated = not blame.wrong and value.setbacks.refuted == (
+        check.points[0].segment,
+        MAX_RETURNS,
+    )
     if conclusion is Conclusion.RUN and (is_hopeless or is_repeated):
         return _refuted(check, Conclusion.OPEN)
     for penalty in penalties(blame, world.workers, now_s):
@@ -158,14 +170,25 @@ def _verdict(value: VerifiedRun, world: World, now_s: float) -> Fact | None:
     return _refuted(check, conclusion, blame.wrong, blame.marked)
 
 
+def _examined(value: VerifiedRun, world: World) -> Check:
+    """Return the check under way; given up if it is not decided, and no worker is left that could
+    decide it."""
+    check = value.checks[0]
+    if check.conclusion is not None or len(check.executions) < 2:
+        return check
+    can_decide = any(_can_train(value, world, name) for name in world.workers.keys() - check.tried)
+    return check if can_decide else replace(check, is_given_up=True)
+
+
 def _is_hopeless(value: VerifiedRun, world: World) -> bool:
     """Return True if the run would be wrong again after another return: it has been, and no other
     workers can train it, or others have been wrong as well."""
     base, point = value.checks[0].base, value.checks[0].points[0]
-    if value.unexplained is None or value.unexplained.segment != point.segment:
+    unexplained = value.setbacks.unexplained
+    if unexplained is None or unexplained.segment != point.segment:
         return False
-    main = nested.again(nested.returned(value.main, base.base, base.metrics))
-    return bool(value.avoided) or not _can_form(main, _without(world, point.workers))
+    main = nested.restored(value.main, base.value)
+    return bool(value.setbacks.avoided) or not _can_form(main, _without(world, point.workers))
 
 
 def _refuted(
@@ -180,7 +203,7 @@ def _refuted(
         segment=point.segment,
         step=point.base.step,
         conclusion=conclusion,
-        digests=(point.base.digest, *(execution.digest for execution in executions)),
+        digests=(point.digest, *(execution.digest for execution in executions)),
         workers=tuple(tuple(sorted(names)) for names in _workers_of(check)),
         quarantined=tuple(sorted(wrong)),
         marked=tuple(sorted(marked)),
@@ -198,16 +221,16 @@ def _workers_of(check: Check) -> Iterator[Workers]:
 def _trainers(value: VerifiedRun, world: World) -> World:
     """Return the world that the run's own party sees: without the workers that it has to avoid, as
     long as others can train it."""
-    if not value.avoided:
+    if not value.setbacks.avoided:
         return world
-    others = _without(world, value.avoided)
+    others = _without(world, value.setbacks.avoided)
     return others if _can_form(value.main, others) else world
 
 
 def _can_form(child: Child, world: World) -> bool:
     """Return True if the child has, or could have, members in this world."""
     fact = nested.decide(child, world, 0.0)
-    return bool(fact.members if isinstance(fact, MembersFormed) else nested.members([child]))
+    return bool(fact.members if isinstance(fact, MembersFormed) else nested.workers(child))
 
 
 def _without(world: World, names: Workers) -> World:
@@ -218,22 +241,22 @@ def _without(world: World, names: Workers) -> World:
 def _place(job: JobSpec, value: VerifiedRun, world: World) -> World:
     """Return the world that the verifier sees: one worker that may execute the check, if possible
     one that it has or had; nobody if there is none."""
-    present, members = names_of(value.verifier), names_of(value.main)
+    present, members = nested.workers(value.verifier), nested.workers(value.main)
     had = {member.worker_id for member in value.held} - present - members
     for may_execute in _rules(job, value, world, members):
         for name in (*sorted(present), *sorted(had)):
             if may_execute(name) and _can_train(value, world, name):
-                return _only(world, name)
+                return _only(value, world, name)
         for record in eligible(value.verifier.job, world, value.fingerprint):
             if may_execute(record.member.worker_id):  # the least loaded one
-                return _only(world, record.member.worker_id)
+                return _only(value, world, record.member.worker_id)
     return World({}, world.load, numerics=world.numerics)
 
 
 def _can_train(value: VerifiedRun, world: World, name: WorkerId) -> bool:
     if name not in world.workers:
         return False
-    return bool(eligible(value.verifier.job, _only(world, name), value.fingerprint))
+    return bool(eligible(value.verifier.job, _only(value, world, name), value.fingerprint))
 
 
 def _rules(
@@ -247,9 +270,12 @@ def _rules(
     def is_other(name: WorkerId) -> bool:
         return name not in trainers
 
-    if len(check.executions) >= 2:
+    if check.conclusion is not None:
         probed = _probed(value, world)
         yield lambda name: name == probed
+    elif len(check.executions) >= 2:
+        yield lambda name: name not in check.tried and is_other(name)
+        yield lambda name: name not in check.tried
     elif check.executions:  # best by others than the first two, else by the run's own
         first = check.executions[0].workers
         yield lambda name: name not in first and is_other(name)
@@ -278,10 +304,10 @@ def _probed(value: VerifiedRun, world: World) -> WorkerId | None:
     return next((name for name in names if _can_train(value, world, name)), None)
 
 
-def _only(world: World, name: WorkerId) -> World:
-    """Return a world of this worker alone, tagged so that it takes every stage."""
+def _only(value: VerifiedRun, world: World, name: WorkerId) -> World:
+    """Return a world of this worker alone, tagged so that it takes every stage and client."""
     record = world.workers[name]
-    tags = (*record.capability.tags, VERIFIER)
+    tags = (*record.capability.tags, VERIFIER, *needed_tags(value.verifier.job.strategy))
     capability = record.capability.model_copy(update={"tags": tags})
     workers = {name: replace(record, capability=capability)}
     return World(workers, world.load, numerics=world.numerics)
@@ -310,7 +336,7 @@ def status(_job: JobSpec, value: VerifiedRun, world: World) -> Status:
     """Return the status of the training, with the state of the verification."""
     main = value.main
     status = main.strategy.status(main.job, main.value, world)
-    extra = {**status.extra, "verification": _counts(value)}
+    extra = {**status.extra, "verification": _text(value)}
     if not value.checks or not nested.has_ended(main):
         return replace(status, extra=extra)
     last = value.checks[-1].points[-1].segment
@@ -321,23 +347,30 @@ def status(_job: JobSpec, value: VerifiedRun, world: World) -> Status:
 
 def own_failure(value: VerifiedRun, failed: PartyFailed) -> Fact | None:
     """Return the fact that a segment was computed wrongly, if replicas differ after it; the return
-    to a trusted state, after another failure: a wrong bit may be its cause. None if the run fails
-    again after that, or replicas differ the third time without a majority."""
-    if value.latest is None:
-        return None
+    to a trusted state, after another failure. None if neither helps any more: replicas differ the
+    third time without a majority."""
     if not isinstance(failed, ReplicasDiffer):
-        base = _trusted(value).base
-        return None if base == value.retried else _return_to(base, failed.reason)
-    if not failed.minority and value.num_ties > 1:
+        return _again_after(value, failed.reason)
+    if value.latest is None or (not failed.minority and value.setbacks.num_ties > 1):
         return None
     return SegmentRefuted(
         party=ROOT,
         segment=failed.segment,
         step=failed.step,
         conclusion=Conclusion.RUN,
-        workers=(tuple(sorted(names_of(value.main))),),
+        workers=(tuple(sorted(nested.workers(value.main))),),
         marked=tuple(sorted(failed.minority)),
     )
+
+
+def _again_after(value: VerifiedRun, reason: str) -> RunResumed | None:
+    """Return the return to a trusted state after a failure, of which a wrong bit may be the cause;
+    None if there is no such state, or the run has failed again after that, and with others, too."""
+    if value.latest is None:
+        return None
+    base, setbacks = _trusted(value).base, value.setbacks
+    is_last = base == setbacks.retried and setbacks.avoided
+    return None if is_last else _return_to(base, reason)
 
 
 def _trusted(value: VerifiedRun) -> Point:
@@ -346,13 +379,10 @@ def _trusted(value: VerifiedRun) -> Point:
     return value.checks[0].base if value.checks else value.latest
 
 
-def _counts(value: VerifiedRun) -> str:
-    text = f"{counted(value.num_verified, 'chosen segment')} verified"
-    if value.num_refuted:
-        text += f", {value.num_refuted} refuted"
-    if value.num_missed:
-        text += f", {value.num_missed} not"
-    return f"{text}; ended, as the bits do not repeat" if value.is_off else text
+def _text(value: VerifiedRun) -> str:
+    return (
+        f"{value.counts}; ended, as the bits do not repeat" if value.is_off else f"{value.counts}"
+    )
 
 
 def _parties(value: VerifiedRun) -> tuple[Child, ...]:
@@ -364,19 +394,21 @@ def _parties(value: VerifiedRun) -> tuple[Child, ...]:
 def _blobs(value: VerifiedRun) -> frozenset[Digest]:
     """Return the states from which checks begin, or may begin."""
     bases = (base for check in value.checks for base in (check.base, *check.points[:1]))
-    points = (*bases, value.latest, value.return_to)
-    return frozenset(point.base.digest for point in points if point is not None)
+    points = (point for point in (*bases, value.latest, value.return_to) if point is not None)
+    strategy = value.main.strategy
+    states = (strategy.blobs(point.value) | {point.base.digest} for point in points)
+    return frozenset[Digest]().union(*states) - {NO_DIGEST}
 
 
 def _returned(
     _job: JobSpec, value: VerifiedRun, base: Base, metrics: Mapping[str, float]
 ) -> VerifiedRun:
     trusted = value.return_to or _trusted(value)
-    if trusted.base == base:
-        metrics = trusted.metrics
     checks = tuple(c for c in value.checks if c.points[-1].segment <= base.segment)
-    main = nested.returned(value.main, base, metrics)
-    return trusting(replace(value, main=main, checks=checks))
+    value = replace(value, checks=checks)
+    if trusted.base == base:
+        return replace(value, main=nested.restored(value.main, trusted.value), latest=trusted)
+    return replace(value, main=nested.returned(value.main, base, metrics), latest=None)
 
 
 STRATEGY = Strategy(
@@ -390,6 +422,7 @@ STRATEGY = Strategy(
     status=status,
     own_failure=own_failure,
     own_blobs=_blobs,
+    num_repeats=lambda value: value.num_repeats,
     children=_parties,
     nesting=Nesting(
         progress=lambda value: nested.progress(value.main),

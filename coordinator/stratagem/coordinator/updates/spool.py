@@ -27,7 +27,8 @@ from stratagem.common.base.errors import (
     LimitError,
     NotFoundError,
 )
-from stratagem.common.base.ids import Digest, Party, RunId, check_run_id
+from stratagem.common.base.ids import Digest, Party, RunId, check_run_id, is_within
+from stratagem.common.numerics.verification import VERIFIER
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.files import MAX_HEADER_BYTES, header_bytes, header_size, parse_header
 from stratagem.common.tensors.manifest import Manifest, Purpose
@@ -58,14 +59,14 @@ from stratagem.coordinator.updates.upload import (
 # A key identifies an update and names the folder below the spool in which it is stored:
 #
 #     <run>.<submission>/<party>/<round>      where the party is root, root-<returns>, root.<path>,
-#                                             ..
+#                                             root.verifier-<repeats>, ..
 #
 # The folder of a run is that of one submission, and the folder of a party that of the time since
-# the run last went back to an earlier commit. So no run or round finds an update that was not
-# made for it, whether or not old updates have been deleted.
+# the run last went back to an earlier commit, or its verifier began a segment again. So no run or
+# round finds an update that was not made for it, whether or not old updates have been deleted.
 
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
+_ROOT: Final = re.compile(rf"root(?:-(\d{{1,9}}))?(?:\.{VERIFIER}-(\d{{1,9}}))?(?:\..*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,16 @@ class SpoolRun:
     num_returns: int = 0
     """The number of times the run returned to an earlier commit. Its rounds are then repeated,
     perhaps from other states, and updates accepted before do not count."""
+    num_repeats: int = 0
+    """The number of times the run's verifier has begun segments again; likewise for its rounds."""
 
     @classmethod
     def of(cls, run: RunRecord | EndedRun) -> Self:
-        """Return the current submission of a run, and its number of returns."""
-        num_returns = run.num_returns if isinstance(run, RunRecord) else 0
-        return cls(run.run_id, run.submission, num_returns)
+        """Return the current submission of a run, and its numbers of returns and repeats."""
+        if not isinstance(run, RunRecord):
+            return cls(run.run_id, run.submission)
+        num_repeats = run.strategy.num_repeats(run.value)
+        return cls(run.run_id, run.submission, run.num_returns, num_repeats)
 
     @property
     def folder(self) -> str:
@@ -101,12 +106,18 @@ class SpoolRun:
         if not all(_SEGMENT.fullmatch(segment) for segment in segments):
             raise InvalidInputError.at("party", f"{party!r} is no path of names")
         root = f"root-{self.num_returns}" if self.num_returns else "root"
+        if is_within(party, VERIFIER):
+            segments[0] = f"{VERIFIER}-{self.num_repeats}"
         return PurePosixPath(self.folder, ".".join((root, *segments)), str(int(round_num)))
 
     def is_over(self, party_folder: str) -> bool:
-        """Return True if a party's folder is from before the run last returned to a commit."""
+        """Return True if a party's folder is from before the run last returned to a commit, or its
+        verifier last began a segment again."""
         match_ = _ROOT.fullmatch(party_folder)
-        return match_ is not None and int(match_[1] or 0) < self.num_returns
+        if match_ is None:
+            return False
+        is_repeated = match_[2] is not None and int(match_[2]) < self.num_repeats
+        return is_repeated or int(match_[1] or 0) < self.num_returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +388,8 @@ class Spool:
         self._delete_shared(run.folder, lambda _name: True)
 
     def delete_returned(self, run: SpoolRun) -> None:
-        """Delete updates from before the run last returned to an earlier commit; others stay."""
+        """Delete updates from before the run last returned to an earlier commit, and those of its
+        verifier from before it last began a segment again; others stay."""
         self._delete_returned_here(run)
         self._delete_shared(run.folder, lambda name: run.is_over(name.split("/")[1]))
 

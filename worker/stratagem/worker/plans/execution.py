@@ -83,7 +83,7 @@ class ExecutionPhase(Enum):
 
 def key_of(request: pb.ExecuteRequest) -> Key:
     lineage = request.train.lineage or request.measure.lineage or request.show.lineage
-    lineage = lineage or request.measure_sums.num_clients
+    lineage = lineage or request.evaluate.lineage or request.measure_sums.num_clients
     return Key(lineage, request.segment, request.WhichOneof("plan") or "")
 
 

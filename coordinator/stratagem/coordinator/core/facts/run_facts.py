@@ -432,7 +432,7 @@ class SegmentRefuted(Value):
     step: int
     conclusion: Conclusion
     workers: tuple[tuple[WorkerId, ...], ...]
-    """The workers of the run, of the second and third execution, and of each probe of a worker."""
+    """The workers of the run, of each further execution, and of each probe of a worker."""
     digests: tuple[Digest, ...] = ()
     """The states that these have computed; empty if the replicas of the run itself differ."""
     quarantined: tuple[WorkerId, ...] = ()

@@ -132,7 +132,7 @@ def _evaluating(
         base = replace(base, digest=base.average)
     of_state = run_id, value.party, 0, base, (job.evaluation.split,)
     if owed.clients is None:
-        yield EvaluateState(*of_state, value.helper[:1])
+        yield EvaluateState(*of_state, value.helper[:1], lineage=value.lineage)
         return
     here = {member.worker_id: member for member in value.helper}
     for client in owed.left:

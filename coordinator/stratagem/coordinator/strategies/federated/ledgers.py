@@ -231,6 +231,11 @@ class ClientStates:
         return frozenset(state.digest for state in self.newest.values() if self.are_blobs)
 
     @property
+    def blobs_by_client(self) -> tuple[Digest, ...]:
+        """Return those digests in the order of the clients."""
+        return tuple(self.newest[client].digest for client in sorted(self.newest) if self.are_blobs)
+
+    @property
     def are_due_anew(self) -> bool:
         """Return True if all clients begin anew with the next commit."""
         return self.are_summed and self.is_incomplete

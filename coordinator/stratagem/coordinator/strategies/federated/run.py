@@ -246,6 +246,9 @@ class Federation:
 
     party: Party
     membership: int = 0
+    lineage: int = 0
+    """The number of times that the federation was restored to an earlier commit, after which it
+    evaluates states of the same rounds again."""
     helper: tuple[Member, ...] = ()
     """The worker that builds and evaluates; if clients evaluate, the workers of all clients."""
     fingerprint: str = ""

@@ -43,6 +43,7 @@ from stratagem.coordinator.core.strategy_contract import (
     VERSION,
     Child,
     Nesting,
+    Repeating,
     Status,
     Strategies,
     Strategy,
@@ -159,6 +160,7 @@ class PartyKind:
             own_deadline=lambda value: federated.own_deadline(value.rounds),
             own_deaths=lambda value, member: federated.deaths(value.rounds, member),
             own_blobs=lambda value: federated.blobs(value.rounds),
+            own_workers=lambda value: federated.workers(value.rounds),
             children=lambda value: value.clients.values(),
             working=lambda value: self.in_training(value).values(),
             nesting=Nesting(
@@ -169,6 +171,13 @@ class PartyKind:
                 returned=lambda job, value, base, metrics: replace(
                     value, rounds=federated.returned(job, value.rounds, base, metrics)
                 ),
+            ),
+            repeating=Repeating(
+                lambda value: value.rounds.committed,
+                lambda job, value, earlier: replace(
+                    value, rounds=federated.restored(job, value.rounds, earlier.rounds)
+                ),
+                lambda value: federated.digest(value.rounds),
             ),
         )
 

@@ -13,11 +13,12 @@ journal has the digest of the state that it keeps between rounds (ledgers.py). O
 a quorum, or over-selection, leaves clients out (closing.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from stratagem.common.base.ids import Digest, Party
+from stratagem.common.base.ids import NO_DIGEST, Digest, Party
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics.verification import joint_digest
 from stratagem.coordinator.core.courses import course_of
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import (
@@ -52,7 +53,13 @@ from stratagem.coordinator.core.facts import (
     UpdatesJudged,
 )
 from stratagem.coordinator.core.strategy_calls import WHY, draws_in_secret
-from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
+from stratagem.coordinator.core.strategy_contract import (
+    VERSION,
+    NestedProgress,
+    Nesting,
+    Repeating,
+    Strategy,
+)
 from stratagem.coordinator.core.world import WorkerRecord, World
 from stratagem.coordinator.strategies.federated import closing, ledgers
 from stratagem.coordinator.strategies.federated import roster as open_roster
@@ -379,6 +386,7 @@ def rebase(_job: JobSpec, value: Federation, base: Base, num_rows: Mapping[str, 
     return replace(
         Federation(value.party),
         membership=value.membership + 1,
+        lineage=value.lineage,
         helper=value.helper,
         fingerprint=value.fingerprint,
         roster=value.roster,
@@ -405,6 +413,30 @@ def returned(
         evaluations={n: owed for n, owed in value.evaluations.items() if n <= segment},
         took_part={client: min(number, segment) for client, number in value.took_part.items()},
     )
+
+
+def restored(job: JobSpec, value: Federation, earlier: Federation) -> Federation:
+    """Return the federation of this party as it goes on from the commit of an earlier run value,
+    the states of its server optimizer and of simulated clients included."""
+    if earlier.committed is None:
+        earlier = begun(job, value.party)
+    membership, lineage = value.membership + 1, value.lineage + 1
+    return replace(earlier, party=value.party, membership=membership, lineage=lineage)
+
+
+def digest(value: Federation) -> Digest:
+    """Return a digest of all states that the next round begins from: the global one, those of the
+    server optimizer and of simulated clients."""
+    committed = value.committed.digest if value.committed else NO_DIGEST
+    states = value.client_states.blobs_by_client if value.client_states else ()
+    if not value.server_state and not states:
+        return committed
+    return joint_digest((committed, *value.server_state, *states))
+
+
+def workers(value: Federation) -> Iterable[Member]:
+    """Return the workers that build, evaluate or train clients."""
+    return (*value.helper, *value.clients.holders)
 
 
 def _why_unwelcome(value: Federation, fact: UpdateReceived | UpdateRejected) -> str:
@@ -437,6 +469,8 @@ STRATEGY = Strategy(
     own_deadline=own_deadline,
     own_deaths=deaths,
     own_blobs=blobs,
+    own_workers=workers,
     nesting=Nesting(progress, rebase, returned),
+    repeating=Repeating(lambda value: value.committed, restored, digest),
 )
 """The strategy of federated averaging; clients never exchange tensors with each other."""

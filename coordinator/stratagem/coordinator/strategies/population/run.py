@@ -5,6 +5,7 @@ Every member is a party of its own (`member0`, `member1`, ...) that trains gener
 generation under an inner strategy. The functions are pure; strategy.py calls them.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
-from stratagem.common.base.ids import Party, child_party
+from stratagem.common.base.ids import NO_DIGEST, Digest, Party, child_party
 from stratagem.common.job import JobSpec, member_job
 from stratagem.common.job.search_space import SearchSpace
+from stratagem.common.numerics.verification import joint_digest
 from stratagem.common.schema.json import JSON
 from stratagem.common.strategy import Federated, Local, PopulationBased, Strategy
 from stratagem.coordinator.core.effects import Base
@@ -140,6 +142,9 @@ class PopulationRun:
     failures: Failures = field(default_factory=Failures)
     origins: Mapping[int, Origin] = field(default_factory=dict)
     """The origins of the commits that are kept, keyed by generation."""
+    committed: Base | None = None
+    """The newest commit, the best state of a closed generation, as a base of the next one; without
+    a digest before the first generation is closed, None before the population is formed."""
     best: tuple[float, int] | None = None
     """The best metric of a closed generation (higher is better), and the first such generation."""
 
@@ -331,7 +336,8 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
         for number, params in enumerate(fact.params)
     )
     structural = None if fact.structural is None else frozenset(fact.structural)
-    return replace(value, members=members, structural=structural)
+    base = Base(0, 0, NO_DIGEST)
+    return replace(value, members=members, structural=structural, committed=base)
 
 
 def add_structural(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
@@ -345,7 +351,8 @@ def add_structural(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> Popu
 def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
     """Return the run value in the next generation, which synchronous members begin now."""
     value = with_origin(job, value, fact)
-    value = replace(value, generation=fact.generation + 1)
+    base = Base(fact.generation, fact.step, fact.digest)
+    value = replace(value, generation=fact.generation + 1, committed=base)
     if spec_of(job).options.asynchronous:
         return value
     rows = _rows(value)
@@ -355,6 +362,34 @@ def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> Popula
         for number in range(len(value.members))
     )
     return replace(value, members=members)
+
+
+def restored(job: JobSpec, value: PopulationRun, earlier: PopulationRun) -> PopulationRun:
+    """Return the population of this party as it goes on from the beginning of a generation, that of
+    an earlier run value."""
+    members = tuple(
+        replace(member, child=_restored(job, value, number, member))
+        for number, member in enumerate(earlier.members)
+    )
+    return replace(earlier, party=value.party, members=members)
+
+
+def _restored(job: JobSpec, value: PopulationRun, number: int, earlier: MemberRun) -> Child:
+    own_job, horizon = member_job(job, number, earlier.params), earlier.child.horizon
+    if value.members:
+        child = replace(value.members[number].child, job=own_job, horizon=horizon)
+    else:
+        party = child_party(value.party, f"member{number}")
+        child = nested.begin(party, own_job, horizon, value.strategies)
+    return nested.restored(child, earlier.child.value)
+
+
+def digest(value: PopulationRun) -> Digest:
+    """Return a digest of the states and hyperparameters with which the members go on."""
+    bases = [nested.committed(member.child) for member in value.members]
+    digests = [base.digest if base else NO_DIGEST for base in bases]
+    settings = [[dict(sorted(member.params.items())), member.scores] for member in value.members]
+    return joint_digest((*digests, json.dumps(settings)))
 
 
 def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:

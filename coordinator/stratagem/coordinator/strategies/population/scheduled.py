@@ -21,6 +21,7 @@ from stratagem.coordinator.core.strategy_contract import (
     VERSION,
     Child,
     Nesting,
+    Repeating,
     Status,
     Strategies,
     Strategy,
@@ -127,6 +128,13 @@ def returned(
     return _advanced(job, ScheduledRun(nested.returned(child, base, metrics), setting))
 
 
+def restored(job: JobSpec, value: ScheduledRun, earlier: ScheduledRun) -> ScheduledRun:
+    """Return the run value as it goes on from the commit of an earlier one, under its setting."""
+    setting_job = scheduled_job(job, _schedule(job).settings[earlier.setting])
+    child = replace(value.child, job=setting_job, horizon=earlier.child.horizon)
+    return ScheduledRun(nested.restored(child, earlier.child.value), earlier.setting)
+
+
 def pending(
     run_id: RunId, _job: JobSpec, value: ScheduledRun, horizon: int | None
 ) -> frozenset[Effect]:
@@ -168,4 +176,5 @@ STRATEGY = Strategy(
         rebase=lambda job, value, base, _num_rows: returned(job, value, base, {}),
         returned=returned,
     ),
+    repeating=Repeating(lambda value: nested.committed(value.child), restored),
 )

@@ -49,6 +49,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.strategy_contract import (
     VERSION,
+    Repeating,
     RunCounts,
     Status,
     Strategies,
@@ -72,6 +73,7 @@ from stratagem.coordinator.strategies.population.run import (
     add_structural,
     close_generation,
     closed,
+    digest,
     evolve_one,
     evolved,
     form,
@@ -79,6 +81,7 @@ from stratagem.coordinator.strategies.population.run import (
     inner_of,
     is_scored,
     rejected,
+    restored,
     space_of,
     spec_of,
 )
@@ -150,9 +153,11 @@ def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
 
 
 def pending(
-    run_id: RunId, job: JobSpec, value: PopulationRun, _horizon: int | None
+    run_id: RunId, job: JobSpec, value: PopulationRun, horizon: int | None
 ) -> frozenset[Effect]:
     """Return the effects that the members still in training need."""
+    if horizon is not None and value.generation > horizon:
+        return frozenset()
     looks = value.structural is not None and spec_of(job).generations > 1
     return frozenset(
         replace(effect, params=member.params) if looks and isinstance(effect, Build) else effect
@@ -228,6 +233,7 @@ STRATEGY = Strategy(
     status=status,
     children=lambda value: value.children(),
     working=lambda value: [member.child for member in _in_training(value)],
+    repeating=Repeating(lambda value: value.committed, restored, digest),
 )
 
 

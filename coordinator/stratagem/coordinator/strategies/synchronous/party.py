@@ -403,6 +403,14 @@ def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, floa
     return replace(rebase(job, run, base, run.num_rows), metrics=metrics)
 
 
+def restored(job: JobSpec, run: PartyRun, earlier: PartyRun) -> PartyRun:
+    """Return the run value of the party as it goes on from the commit of an earlier run value."""
+    if earlier.committed is None:
+        return PartyRun(run.party, membership=run.membership + 1)
+    run = replace(run, num_rows=earlier.num_rows)
+    return returned(job, run, earlier.committed, earlier.metrics)
+
+
 def latest_metrics(run: PartyRun) -> Mapping[str, float]:
     """Return the metrics of the newest trained segment, committed or not."""
     return run.finished[-1].metrics if run.finished else run.metrics

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.core.strategy_contract import VERSION, Nesting, Strategy
+from stratagem.coordinator.core.strategy_contract import VERSION, Nesting, Repeating, Strategy
 from stratagem.coordinator.strategies.synchronous import decisions
 from stratagem.coordinator.strategies.synchronous import party as run
 from stratagem.coordinator.strategies.synchronous.party import PartyRun, SegmentRules
@@ -42,4 +42,5 @@ def synchronous(
         own_setback=lambda job, value: decisions.setback(job, value, shape(job)),
         own_blobs=decisions.blobs,
         nesting=Nesting(decisions.progress, run.rebase, run.returned),
+        repeating=Repeating(lambda value: value.committed, run.restored),
     )
