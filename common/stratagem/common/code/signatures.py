@@ -1,6 +1,5 @@
-"""Signatures of digests by Ed25519: of code bundles, by their reviewer, and of certificates.
-
-A worker that requires signatures has a file with the public keys that it trusts, in PEM form.
+"""Ed25519 signatures of digests: those of code bundles, which a reviewer signs, and those of
+certificates.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""vsa: all tensors in one vector of d places, by a vector symbolic architecture.
+"""vsa: all tensors in one vector of d components (places), by a vector symbolic architecture.
 
 Each tensor is sketched to d places with hashed signs and permutations (a count sketch, as in
 FetchSGD, https://arxiv.org/abs/2007.07682), bound to a key of ±1 that belongs to its name, and

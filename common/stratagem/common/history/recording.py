@@ -291,7 +291,8 @@ def _check(columns: Columns, starts: Sequence[int]) -> None:
 PREFIX: Final = "action."
 """The name prefix of all series that report stage actions."""
 MAX_ACTIONS: Final = 64
-"""The largest number of reported actions per stage: 3 values each, within a party's series."""
+"""The largest number of reported actions per stage. Each has 3 series, which count towards the
+party's MAX_SERIES."""
 MIN_WAIT_S: Final = 1e-5
 """The shortest wait that is reported; a shorter one is only the time that checking takes."""
 NONE: Final = -1

@@ -34,7 +34,7 @@ _SPELLING: Final = re.compile(r"([1-9][0-9]{0,17}) (epoch|step|round|generation)
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Each time that `count` units have passed."""
+    """An interval: once every `count` units."""
 
     count: int
     unit: Unit
@@ -155,10 +155,11 @@ Mode: TypeAlias = Literal["max", "min"]
 
 
 class StopSpec(Section):
-    """The end of a training after `patience` evaluations in a row without an improvement.
+    """Early stopping: the training ends after `patience` evaluations in a row without an
+    improvement.
 
-    metric and mode: those of evaluation.best unless set. min_delta: an improvement is a value that
-    is better than the best one so far by more than this.
+    metric and mode: by default those of evaluation.best. min_delta: a value is an improvement only
+    if it is better than the best one so far by more than this.
     """
 
     metric: str | None = None
@@ -180,8 +181,8 @@ _OWNERS = {
 
 
 class OrderSpec(Section):
-    """The order of the training rows in each epoch: one of ours by name, or an entry point. Bare
-    text is either."""
+    """The order of the training rows in each epoch: a built-in order by name, or an entry point.
+    Bare text is read as either."""
 
     by: Literal["shuffle", "sequential", "weighted", "bucketed"] | None = None
     entrypoint: EntrypointName | None = None

@@ -1,13 +1,13 @@
 """Reduce nested strategies of a job to the one strategy that is carried out.
 
-`flat` turns groups of replicas inside replicas into the replicas of one flat strategy. A tree of
-additions group by group would give other bits; which process adds what is a matter of the
-exchange, not of the sum.
+`flat` turns groups of replicas inside replicas into the replicas of one flat strategy. Adding group
+by group would give other bits; which process adds which shards is decided by the exchange and does
+not change the sum.
 
-`effective` gives a subgraph without a strategy that of the graph around it. A subgraph with
-another strategy must hold all that is trained; its strategy then runs inside the outer one,
-exactly as if it stood in the outer one's `options.inner`. Stages of a pipeline that are all
-replicated alike are replicas of the whole pipeline. Other mixes are refused.
+`effective` gives a subgraph without a strategy the strategy of the enclosing graph. A subgraph with
+another strategy must hold all that is trained; its strategy then runs inside the outer one, exactly
+as if it stood in the outer one's `options.inner`. Stages of a pipeline that are all replicated
+alike are replicas of the whole pipeline. Other mixes are refused.
 """
 
 from collections.abc import Iterator

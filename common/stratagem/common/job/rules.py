@@ -1,8 +1,8 @@
 """State which parts of a job cannot stand together, and why: a table, read from top to bottom.
 
-The language of its rows is that of `common/schema/table.py`. Each section checks itself; these
-rules run once all sections are read, so all errors are reported at once. What no row can say is a
-function of `checks.py`, in its place among the rows.
+The syntax of the rows is described in `common/schema/table.py`. Each section checks itself; these
+rules run once all sections are read, so all errors are reported at once. A check that no row can
+express is a function of `checks.py`, listed among the rows.
 """
 
 from collections.abc import Iterator

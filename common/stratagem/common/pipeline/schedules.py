@@ -22,7 +22,8 @@ class TaskKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The half of a backward that other stages wait for: the gradient of the stage's inputs."""
+    """The first half of a backward pass, for which other stages wait: the gradient of the stage's
+    inputs."""
     WEIGHT = "W"
     """The second half of a backward pass: the gradient of the stage's parameters."""
 
@@ -296,8 +297,9 @@ def base_of(boundary: int, num_micro_batches: int) -> int:
 
 
 def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
-    """Return the message tag of a micro-batch's transfer over a boundary. Raises LimitError if a
-    number does not fit, InvalidInputError for one below 0 (the tag of another transfer)."""
+    """Return the message tag of a micro-batch's transfer over a boundary. Raises LimitError for a
+    number that is too large, and InvalidInputError for a negative number, whose tag would be that
+    of another transfer."""
     _not_negative("base", base)
     _not_negative("micro_batch", micro_batch)
     direction = "backward" if backward else "forward"

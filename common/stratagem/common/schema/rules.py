@@ -55,7 +55,7 @@ def contradictions(made: Any) -> Iterator[Violation]:
 def found_by(
     rules: Iterable[Callable[[_Made], Iterable[Violation]]], made: _Made
 ) -> Iterator[Violation]:
-    """Yield the violations of each rule, until the rule reads an invalid field."""
+    """Yield the violations that each rule finds, until the rule reads an invalid field."""
     for check in rules:
         try:
             yield from check(made)

@@ -15,8 +15,8 @@ A condition is one of these, where paths lead through attributes and keys of map
     steps <= initial.step           # both there; or a number, as in `aggregation.mu > 0`
     no data.worker_local            # the opposite of any of them
 
-A path with `[]`, such as `turns[].name`, is asked of each item. A sentence shows values by their
-paths: "{batch_size}", "{optimizer.clip_norm:g}", "{evaluation.metrics[]!r}".
+A path with `[]`, such as `turns[].name`, is evaluated for each item. A sentence shows values by
+their paths: "{batch_size}", "{optimizer.clip_norm:g}", "{evaluation.metrics[]!r}".
 """
 
 import operator
