@@ -75,7 +75,8 @@ class Collector:
         chores: Chores,
         of_backups: Path,
     ) -> None:
-        """of_backups: the folder for copies of the journal that are being sent."""
+        """Begin without collections. of_backups: the folder for copies of the journal that are
+        being sent."""
         self._loop, self._blobs, self._spool, self._feed = loop, blobs, spool, feed
         self._chores = chores
         self.backups = Backups(loop, blobs, of_backups, self.ask)
@@ -414,8 +415,8 @@ class Backups:
     def __init__(
         self, loop: Loop, blobs: BlobStore, folder: Path, collect: Callable[[], None]
     ) -> None:
-        """folder: for copies of the journal that are being sent; collect: requests a collection of
-        blobs."""
+        """Begin without backups. folder: the folder for copies of the journal that are being sent.
+        collect: requests a collection of blobs."""
         self._loop, self._blobs, self._folder, self._collect = loop, blobs, folder, collect
         self._held: dict[Digest, frozenset[Digest]] = {}
         self._is_busy = False

@@ -135,7 +135,8 @@ class UploadCommit:
 
 @dataclass(frozen=True, slots=True)
 class RowsAsked:
-    """The earlier rounds of a client with protected rows, for its worker's privacy accounting."""
+    """The facts that a worker needs to account for the privacy of a client's protected rows in a
+    round."""
 
     num_rounds: int
     """The number of rounds opened with the client before this one."""

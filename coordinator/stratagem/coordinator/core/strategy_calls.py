@@ -157,8 +157,8 @@ def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
 
 
 def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
-    """Return the failure of a run that has waited for workers longer than its limit. The time
-    counts from the newest fact, as a waiting run gets no facts."""
+    """Return the failure of a run that has waited for workers longer than its limit. The wait is
+    measured from the newest fact, since a waiting run gets no facts."""
     limit_s = run.job.placement_timeout_s
     if limit_s is None or now_s < run.changed_s + limit_s:
         return None
@@ -198,7 +198,8 @@ SHOWN: Final = frozenset(
         "Evaluated",
     }
 )
-"""Kinds of facts that reveal no sampled client, once `without_draws` has changed them."""
+"""The kinds of facts that reveal no sampled client once `without_draws` has removed the sampled
+clients from them."""
 WHY: Final = "its clients were drawn in secret"
 
 

@@ -282,8 +282,8 @@ def _differing(
 ) -> ReplicasDiffer | None:
     """Return the failure of members whose state digests differ; None if all agree.
 
-    can_blame: those that differ from most are wrong. It is not so where members copy slices of each
-    other, and only who has the mirror of a wrong one differs.
+    can_blame: the members that differ from the majority are the wrong ones. This does not hold if
+    members copy slices from each other: then only the member that mirrors a wrong slice may differ.
     """
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
     is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks

@@ -283,8 +283,8 @@ class RunBriefs(Generic[Brief]):
         brief_of: Callable[[RunId], Awaitable[Brief | None]],
         do: Callable[[Coroutine[Any, Any, None], str], None],
     ) -> None:
-        """brief_of: returns the brief of a run, None if the run is gone; do: starts a chore under a
-        name."""
+        """Begin without followers. brief_of: returns the brief of a run, None if the run is gone.
+        do: starts a chore under a name."""
         self._brief_of, self._do = brief_of, do
         self._followers: list[Follower[Brief]] = []
         self._changed: dict[RunId, None] = {}
@@ -358,7 +358,8 @@ class Paces:
     def look(
         self, world: World, run: RunRecord, shown: SegmentProgress | None, *, anew: bool = False
     ) -> None:
-        """Update a run's pace from its progress; without `anew`, not again soon after an update."""
+        """Update a run's pace from its progress. Do nothing within LOOK_PAUSE_S of the last update,
+        unless `anew` is set."""
         now_s, looked_s = self._monotonic(), self._looked_s.get(run.run_id)
         if not anew and looked_s is not None and now_s - looked_s < LOOK_PAUSE_S:
             return

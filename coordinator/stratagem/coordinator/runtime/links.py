@@ -320,8 +320,8 @@ class SharedFrames:
         check: Callable[[int, bytes], None],
         offer: Callable[[], tensor_pb2.OpenFile | None],
     ) -> None:
-        """check: called with the offset and bytes of each new frame. offer: returns the open file
-        for receivers that read the file themselves."""
+        """Take the range to share. check: called with the offset and bytes of each new frame.
+        offer: returns the open file for receivers that read the file themselves."""
         self.offer = offer
         self._source = source
         self._check = check

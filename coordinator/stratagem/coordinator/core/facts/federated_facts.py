@@ -67,7 +67,7 @@ class RosterFormed(Value):
 
 
 class Excused(Value):
-    """The clients that are not asked to take part in a round for one reason."""
+    """The clients that are not asked to take part in a round, and their common reason."""
 
     reason: str
     clients: tuple[int, ...]

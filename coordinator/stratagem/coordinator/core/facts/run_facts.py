@@ -457,7 +457,8 @@ class Noted(Value):
     reason: str = ""
     segment: int = 0
     digest: Digest = Digest("")
-    """A state, of any party below, that becomes the run's commit of this segment."""
+    """The digest of the state, of this or any nested party, that becomes the run's commit for this
+    segment."""
     step: int = 0
     metrics: Mapping[str, Number] = {}
     by_policy: bool = False

@@ -210,7 +210,7 @@ def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
 # coordinator that was killed had seen.
 
 TRAFFIC = frozenset({f"{TRAIN_SPLIT}.sent_bytes", f"{TRAIN_SPLIT}.uncompressed_bytes"})
-"""Metrics that depend on which workers are present, and so belong to no commit."""
+"""Metrics that depend on which workers are present, and are therefore not part of a commit."""
 _LARGEST = f"{TRAIN_SPLIT}.max_"
 
 

@@ -148,20 +148,22 @@ class SegmentRules:
     min_members: int
     exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
     parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
-    """(members by rank, ranks of the party): the members that hold each part of the state."""
+    """A function of (members by rank, ranks of the party) that returns the members that hold each
+    part of the state."""
     place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
     """The placement function of the party; None: any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
-    """(job, run, world): the sentence about the workers that `place` waits for."""
+    """A function of (job, run, world) that returns a sentence about the workers that `place` waits
+    for."""
     upload_every: int = 1
     """The number of segments from one commit with all files of the members to the next."""
     is_sole_copy: bool = False
-    """True if members can neither go on without those that are lost nor redo a failed step, as
-    parts of the state have one copy only: any change of members, and any failed exchange, returns
+    """True if parts of the state have only one copy, so that members can neither continue without a
+    lost member nor repeat a failed step: any change of members, and any failed exchange, returns
     the party to its last commit."""
     fewest_mirrored: int | None = None
-    """The number of members from which on each mirrors the part of the previous member, so that
-    they can go on while one of the two is left. None: never."""
+    """The smallest number of members with which each one mirrors the part of the previous member,
+    so that a part survives while one of the two is left. None: parts are never mirrored."""
 
     def is_mirrored(self, members: tuple[Member, ...]) -> bool:
         """Return True if each part of the state is held by two of these members."""
