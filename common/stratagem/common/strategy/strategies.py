@@ -153,8 +153,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
 
 
 class DataParallel(DocumentValue, tag="type"):
-    """Options of ModelParallel. schedule: the order in which the stages work on micro-batches; only
-    with the transport Pipeline."""
+    """The model is replicated, each batch is split, gradients are combined every step."""
 
     num_replicas: Annotated[SharedCount, UpTo(MAX_REPLICAS), Field(examples=[2])]
     aggregation: Annotated[GradientAggregation, Field(discriminator="method")]
@@ -176,7 +175,8 @@ class DataParallel(DocumentValue, tag="type"):
 
 
 class ModelParallelOptions(DocumentValue, is_extras=True):
-    """schedule: in which order the stages work on micro-batches; of Pipeline only."""
+    """Options of ModelParallel. schedule: the order in which the stages work on micro-batches; only
+    with the transport Pipeline."""
 
     schedule: ScheduleName = AUTO
 

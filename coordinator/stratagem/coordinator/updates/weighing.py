@@ -308,9 +308,11 @@ class RegionalMean:
     """A fold rule for the mean of updates, added up region by region; memory is two windows."""
 
     def __init__(self, regions: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
-        """regions: the indices of each region's updates; weights: samples of each update.
+        """Make the rule. regions: the indices of each region's updates. weights: the number of
+        samples of each update.
 
-        A single update is multiplied and divided, too: its region does not know that it is alone.
+        A single update, too, is multiplied by its weight and divided again, because its region does
+        not know that it is the only one.
         """
         assert sorted(place for region in regions for place in region) == list(range(len(weights)))
         self.window_elements = WINDOW_ELEMENTS

@@ -176,7 +176,7 @@ class Readers(Protocol):
 
 
 Coming = tuple[Dataset, Tensor, BatchKeys]
-"""The arguments of a future call of `Gather`, so that its rows can be read ahead."""
+"""The arguments of a future call of `Gather`, for which rows are read ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +204,8 @@ class Gather:
     def __call__(
         self, dataset: Dataset, indices: Tensor, activity: str, keys: BatchKeys = _NO_KEYS
     ) -> tuple[Any, Any]:
-        """Return (x, y) of these rows in new storage. keys: of the random numbers of rows and
-        batch, for rows that are fetched one by one."""
+        """Return (x, y) of these rows in new storage. keys: the keys of the random numbers of the
+        rows and the batch, if rows are fetched one by one."""
         with user_code(activity):
             if self.cache is not None:
                 dataset = self.cache.of(dataset, self)

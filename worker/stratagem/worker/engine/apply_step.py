@@ -204,7 +204,8 @@ class ReportedRates:
     def of_update(self, factor: float, schedule: ShadowSchedule | None = None) -> dict[str, float]:
         """Return the learning rates of the next update, keyed by series.
 
-        factor: of the built-in schedule. schedule: the user's, which then sets the rates instead.
+        factor: the factor of the built-in schedule. schedule: the user's schedule, which sets the
+        rates instead of the factor if there is one.
         """
         if schedule is not None:
             rates = schedule.learning_rates()

@@ -312,7 +312,7 @@ class AnswerExtras:
     to all members; empty if the job has no on_step."""
 
     def __init__(self, callbacks: Callbacks, first: int) -> None:
-        """first: the index of the first of these values among the extras."""
+        """Reserve the extras. first: the index of the first of these values among the extras."""
         self.num_extras = NUM_EXTRAS if callbacks.sees_steps else 0
         self._first = first
 

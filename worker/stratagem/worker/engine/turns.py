@@ -91,8 +91,8 @@ class StepTurn:
 def make_turns(
     job: JobSpec, entrypoints: EntryPoints, passes: Passes, policy: StepPolicy, named: NamedParams
 ) -> list[StepTurn]:
-    """Make the turns of a job's steps. policy: of the whole step; weights are averaged after the
-    last turn."""
+    """Make the turns of a job's steps. policy: the policy of the whole step; the weight average is
+    updated after the last turn."""
     if job.turns is None:
         return [StepTurn(named, passes, policy)]
     assert isinstance(policy.optimizer, OptimizersInOrder)

@@ -137,7 +137,7 @@ class DeviceCoder:
     def __init__(
         self, form: Form, codec: Codec, layout: Sequence[TensorLayout], device: torch.device
     ) -> None:
-        """form: the codec's device form. codec: its numpy form, which defines the state."""
+        """Make the coder. form: the device form. codec: the numpy form, which defines the state."""
         self._form, self._device = form, device
         self._sizes = {name: x.size for name, x in codec.initial_state().items()}
         names = [f"{RESIDUAL}{spec.name}" for spec in layout]

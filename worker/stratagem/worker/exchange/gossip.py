@@ -360,7 +360,7 @@ class Waiter:
                 raise ExchangeError(self._error)
 
     def fail(self, reason: str) -> None:
-        """Make the present wait and all later ones raise; from any thread, any number of times."""
+        """Make the present and all later waits fail. May be called from any thread, repeatedly."""
         with self._changed:
             self._error = self._error or reason
             self._changed.notify_all()

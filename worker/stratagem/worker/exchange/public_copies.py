@@ -72,8 +72,8 @@ class PublicCopies:
         weights: Sequence[Mapping[int, float]],
         numerics: int,
     ) -> None:
-        """params: those of any node, for shapes. weights: by node, the mixing weights of its
-        neighbours and itself."""
+        """Begin without copies. params: the parameters of any node, for their shapes. weights: for
+        each node, the mixing weights of its neighbours and of itself."""
         spec = job.compression
         assert spec is not None
         self._layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in params)

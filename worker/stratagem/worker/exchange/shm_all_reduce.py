@@ -317,7 +317,7 @@ def prepare_blocks(
 
 
 class _Staying(NamedTuple):
-    """The owners with which the sums of slices stay, and the sums' storage if it is not set 0."""
+    """Where the sums of slices stay: their owners, and this member's storage if it is not set 0."""
 
     stays: bool
     kept: KeptSums | None

@@ -37,8 +37,8 @@ class SliceExchange:
         is_mirrored: bool = False,
         kept: KeptSums | None = None,
     ) -> None:
-        """is_mirrored: this member also updates the previous member's slice. kept: the storage of
-        own sums, if not in buckets."""
+        """Make the exchange. is_mirrored: this member also updates the previous member's slice.
+        kept: the storage of this member's sums, if they are not in buckets."""
         self._buckets, self._owners, self._rank = buckets, owners, rank
         self._transport, self._kept_sums = transport, kept
         self._parts = owners.parts[rank]

@@ -98,7 +98,7 @@ class ReductionTransport(Protocol):
         ExchangeError."""
 
     def cut(self) -> None:
-        """Make `finish` raise soon; from any thread."""
+        """Make `finish` raise soon. May be called from any thread."""
 
     def close(self) -> None:
         """Free threads and links. Nothing writes into the sets afterwards."""
@@ -175,7 +175,7 @@ class ParameterTransport(Protocol):
         """Declare this member's parts updated; block until all have. Raises ExchangeError."""
 
     def cut(self) -> None:
-        """Make calls in progress raise; from any thread."""
+        """Make calls in progress raise. May be called from any thread."""
 
     def close(self) -> None:
         """Free threads and links. The memory stays with its users."""

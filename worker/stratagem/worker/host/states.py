@@ -114,7 +114,7 @@ class SignedStream(Generic[R]):
     def __init__(
         self, requests: AsyncIterator[Any], make: Callable[..., R], idle_timeout_s: float
     ) -> None:
-        """requests: the call's requests after the header. idle_timeout_s: how long to wait for a
+        """Make the stream. requests: those after the header. idle_timeout_s: how long to wait for a
         URL."""
         self._requests, self._idle_timeout_s = requests, idle_timeout_s
         self._make: Callable[..., R] = make

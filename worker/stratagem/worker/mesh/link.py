@@ -58,7 +58,8 @@ class Link(Protocol):
     def recv(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer: ...
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the peers; from any thread, repeatedly."""
+        """Make every wait fail soon, here and at the peers. May be called from any thread,
+        repeatedly."""
 
     def close(self) -> None:
         """Free the link. No received tensor is written afterwards, if the caller has dropped its
@@ -128,7 +129,7 @@ class Forming(Generic[F]):
             raise ExchangeError("cut while the group was being formed") from None
 
     def cut(self) -> None:
-        """End the wait for the link; from any thread, any number of times."""
+        """End the wait for the link. May be called from any thread, repeatedly."""
         self._link.cancel()
 
     def _run(self) -> None:

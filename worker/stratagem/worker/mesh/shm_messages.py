@@ -120,7 +120,7 @@ class SlotLink:
         return work.is_done and self._ways[work.peer].is_flushed
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the peers; from any thread."""
+        """Make every wait fail soon, here and at the peers. May be called from any thread."""
         self._box.end("the link was cut")
         with self._lock:
             if not self._is_closed:

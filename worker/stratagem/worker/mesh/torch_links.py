@@ -29,7 +29,8 @@ class ProcessGroupLink:
     name = ""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
-        """group: an object of the backend's class, whose methods take lists of tensors."""
+        """Take over the group. group: an object of the backend's class, whose methods take lists of
+        tensors."""
         self.rank, self.size = rank, size
         self._group: Any = group
         self._sent, self._received = over(self.name, SENT), over(self.name, RECEIVED)

@@ -63,7 +63,8 @@ LossFunction = Callable[[Any, Any, int], LossValue]
 
 @dataclass(frozen=True, slots=True)
 class NamedLoss:
-    """A loss known by name (see the table below) with its settings; runs no code of the user's."""
+    """A loss known by name (see the table below) with its settings; it runs none of the user's
+    code."""
 
     name: str
     function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]

@@ -52,7 +52,8 @@ from stratagem.worker.session.control import MemberView
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """This member's position: rank `rank` of `width` ranks in replica `replica`."""
+    """This member's position: its rank among the `width` ranks of a replica, and the number of the
+    replica."""
 
     view: MemberView
     width: int

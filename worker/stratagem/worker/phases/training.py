@@ -399,7 +399,8 @@ class PassTimer:
     """Measures the seconds of each step, and reports them to the phases."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: synchronised where that is needed to tell forward from backward."""
+        """Begin without times. device: the device, which is synchronised where that is needed to
+        tell forward from backward."""
         self._device = device
         self._is_backward = False
         self._step_began_s = self._mark_s = 0.0

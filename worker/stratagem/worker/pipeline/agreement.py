@@ -236,7 +236,7 @@ class StageExchange:
         return any(line is not None and line.name == SharedGroup.name for line in lines)
 
     def cut(self) -> None:
-        """Cut all connections; from any thread, any number of times."""
+        """Cut all connections. May be called from any thread, repeatedly."""
         self.transport.cut()
         for line in self._lines():
             line.cut()

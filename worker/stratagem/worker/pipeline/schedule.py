@@ -30,7 +30,8 @@ class Schedules:
     def __init__(
         self, asked: str, lane: StageChannel, device: torch.device, *, is_pipelined: bool
     ) -> None:
-        """asked: a schedule's name, or "auto". is_pipelined: a step has several micro-batches."""
+        """Choose the schedule, unless it is to be measured. asked: a schedule's name, or "auto".
+        is_pipelined: a step has several micro-batches."""
         self._asked, self._lane = asked, lane
         self.name = "1f1b" if asked == AUTO else asked
         """The name of the schedule in use."""

@@ -163,7 +163,7 @@ def keep(
     """Write the client's private state; return the round as it is sent, and the digest of the state
     if it is kept here.
 
-    model: the client's own model, where it has one. base: the global state. kept: the state at the
+    model: the client's own model, if it has one. base: the global state. kept: the state at the
     beginning of the round. Raises InvalidInputError if it cannot be written, UserCodeError if it is
     not finite.
     """

@@ -68,7 +68,8 @@ DESERTED_S: Final = 5.0
 
 
 class Key(NamedTuple):
-    """The key of a plan in its session: (lineage, segment, kind); later plans have greater keys."""
+    """The key of a plan in its session: (lineage, segment, kind); keys of later plans are
+    greater."""
 
     lineage: int
     segment: int
@@ -446,7 +447,7 @@ def typed_errors(work: ExecutionContext) -> Iterator[None]:
 
     Refusals of torch to compute with the tensors of the job's model and data become errors of the
     job, too, also where our code has called torch: a repeated plan would fail again. Other
-    RuntimeErrors of ours, of the interpreter or of the host are unchanged.
+    RuntimeErrors, which our code, the interpreter or the host raises, are unchanged.
     """
     try:
         yield

@@ -153,7 +153,7 @@ REMIND_S: Final = 60.0
 SELDOM_S: Final = 3600.0
 """Maximum seconds between two logs of a lasting failure."""
 LOOK_AGAIN_EVERY: Final = 10
-"""Number of consecutive failures after which a problem of identity is looked for again."""
+"""Consecutive failures after which the connection is examined again for an identity problem."""
 
 
 @dataclass(frozen=True, slots=True)

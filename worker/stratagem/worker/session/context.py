@@ -358,8 +358,8 @@ class ExecutionContext:
     ) -> Trainer:
         """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded.
 
-        share: the slice of the optimizer's state to keep; None for all. folder: of files that hold
-        the model instead of memory.
+        share: the slice of the optimizer's state to keep; None for all. folder: the folder of files
+        that hold the model instead of memory.
         """
         trainer = build_trainer(
             self.job,

@@ -285,7 +285,7 @@ class Outbox:
     """The messages of one execution, for any number of attached calls."""
 
     def __init__(self, worker_id: str, disclosure: Disclosure | None = None) -> None:
-        """disclosure: a site's rules; None to send everything."""
+        """Begin without messages. disclosure: a site's rules; None to send everything."""
         self._worker_id, self._disclosure = worker_id, disclosure
         self._changed = asyncio.Event()
         self._needed: dict[int, pb.NeedBlob] = {}  # by serial number

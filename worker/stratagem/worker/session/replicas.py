@@ -36,7 +36,8 @@ class KeptReplicas:
     """The files with the only copies of states of all runs of one worker."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: used by no other worker, made when needed; None to keep states in memory."""
+        """Take the folder, which no other worker uses and which is made when needed; None to keep
+        states in memory."""
         self._folder = folder
         self._in_memory: dict[tuple[str, int], State] = {}
         self._lock = threading.Lock()

@@ -457,7 +457,7 @@ class Noted(Value):
     reason: str = ""
     segment: int = 0
     digest: Digest = Digest("")
-    """The digest of the state, of this or any nested party, that becomes the run's commit for this
+    """The digest of a state, of any nested party, that becomes the run's commit for this
     segment."""
     step: int = 0
     metrics: Mapping[str, Number] = {}
