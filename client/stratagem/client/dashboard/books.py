@@ -25,7 +25,7 @@ MAX_BOOKS: Final = 32
 MAX_DRAWINGS: Final = 8
 """The largest number of cached drawings per run; each is for one width and view."""
 MAX_ROWS: Final = 2048
-"""The largest number of rows per curve, more than a picture has columns."""
+"""The largest number of rows per curve; a picture has fewer columns of pixels."""
 HISTORY_S: Final = 2.0
 """The shortest time between two reads of the step history of an unfinished run."""
 PATIENCE_S: Final = 0.8

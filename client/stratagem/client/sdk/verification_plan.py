@@ -66,9 +66,9 @@ def stretches(steps: Iterable[int], stored: Mapping[int, int]) -> list[Stretch]:
 
 
 def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
-    """Return, for the place of each claim, the step up to which a run must be computed to reach it:
-    that of the next state of the whole run, or of its last state if none follows. For claims about
-    the whole run, and if it has no states, this is the step of the place."""
+    """Return, for the place of each claim, the step up to which a run must be computed to make the
+    claim. For claims about a part of the run it is the step of the next state of the whole run, or
+    of its last state if none follows; otherwise it is the step of the place itself."""
     steps: dict[ClaimPlace, int] = {}
     has_root, following = any(place.is_root_state for place in claims.by_place), claims.last_step
     for place in reversed(claims.by_place):
