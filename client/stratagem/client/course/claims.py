@@ -16,7 +16,7 @@ Input = tuple[str, str]
 """The key of an input of a run: the kind, and the party or client that the input belongs to."""
 RULES, NUM_ROWS, ROWS, ROSTER = "numerics rules", "number of rows", "rows", "roster"
 NUM_SAMPLES = "number of samples"
-"""The last of the kinds of inputs, which are named above."""
+"""One of the kinds of inputs, like the names above."""
 OF_MACHINES: Final = frozenset(
     {"memory", "crashed", "timeout", "keys_lost", "absent", "outside_window"}
 )

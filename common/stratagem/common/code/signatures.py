@@ -81,7 +81,7 @@ def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
 def is_signed(
     digest: str, signature: str, keys: tuple[Ed25519PublicKey, ...], purpose: str = CODE
 ) -> bool:
-    """Return whether the signature is that of one of these public keys for this digest."""
+    """Return whether one of these public keys verifies this signature of the digest."""
     for key in keys:
         try:
             key.verify(bytes.fromhex(signature), _signed_bytes(digest, purpose))

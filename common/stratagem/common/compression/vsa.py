@@ -237,7 +237,8 @@ class Vsa:
         """Return None, as all tensors share one payload, the bundle."""
 
     def decoder(self, place: int, read: Read) -> None:
-        """Return None: a hash places each element, so every element needs the whole payload."""
+        """Return None: every element depends on the whole payload, so it cannot be decoded in
+        windows."""
 
     @np.errstate(over="ignore", invalid="ignore")  # the caller checks the sum
     def _bundled(self, tensors: Sequence[FloatArray], key: int) -> FloatArray:

@@ -171,7 +171,8 @@ def _around(strategy: Any, inner: Strategy) -> Strategy:
 def _within(
     whole: Strategy, current: Strategy, graph: GraphSpec, root: GraphSpec, path: str
 ) -> Strategy:
-    """Return `whole` with all subgraphs' strategies nested in it. current: that of `graph`."""
+    """Return `whole` with the strategies of all subgraphs nested in it. current: the strategy of
+    `graph`."""
     for sub in graph.subgraphs:
         place = f"{path}.subgraphs.{sub.id}"
         wanted = sub.graph.training_strategy

@@ -47,7 +47,7 @@ class StagePlan:
     stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     num_boundaries: int
-    """The number of boundary numbers, including empty boundaries between neighbours."""
+    """The number of boundaries, counting empty ones between neighbouring stages."""
 
     @cached_property
     def stage_of(self) -> Mapping[str, int]:

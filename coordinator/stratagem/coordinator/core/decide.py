@@ -413,7 +413,8 @@ class Agenda:
 
     def __init__(self, state: CoordinatorState) -> None:
         self.world = World(state.workers, {})
-        """The world in which strategies decide, equal to `world_of(state)`."""
+        """The part of the state that strategies see when they decide, equal to
+        `world_of(state)`."""
         self._workers = state.workers
         self._load = PersistentMap[WorkerId, int]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}

@@ -85,7 +85,7 @@ class SegmentProgress:
 
 
 MAX_EVENTS: Final = 1024
-"""The number of newest events of a run that are kept in memory when twice as many are there."""
+"""The number of a run's newest events that are kept in memory whenever there are twice as many."""
 
 PAGE_EVENTS: Final = 100
 """The most events read at once for a watcher. A watcher that does not consume its events keeps them

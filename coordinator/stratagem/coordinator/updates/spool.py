@@ -293,8 +293,8 @@ class Spool:
         return self._writer(upload, publish)
 
     def look(self, key: SpoolKey, source: str = "") -> tuple[SpoolEntry | None, int]:
-        """Return the accepted update of a client or None, and the offset at which to resume pulling
-        an update from that source."""
+        """Return a client's accepted update or None, and the offset at which to resume pulling an
+        update from `source`, a worker process."""
         self._folder_of(key, make=True)
         try:
             entry = self.entry(key)

@@ -89,7 +89,7 @@ def training_split(data: Mapping[str, Dataset]) -> Dataset:
 
 
 def at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
-    """Return (the underlying data set, row numbers there) for these rows, through all subsets."""
+    """Return the data set below all subsets, and the numbers of these rows in it."""
     while isinstance(dataset, Subset):
         indices = dataset.rows.index_select(0, indices)
         dataset = dataset.base

@@ -184,7 +184,8 @@ class ReportedRates:
     """
 
     def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
-        """spec: None if nothing is trained. turn: which of a step's updates is the optimizer's."""
+        """Take the rates of an optimizer. spec: None if nothing is trained. turn: the turn of a
+        step that the optimizer makes."""
         rules = () if spec is None else spec.rules()
         groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
         stem = f"{SERIES}.{turn}" if turn else SERIES

@@ -303,7 +303,8 @@ NO_ANSWER: Final = StepAnswer()
 
 def wish_of(answer: StepAnswer, *, stop: bool) -> float:
     """Return this member's addend to the sum of all members' requests to stop. stop: whether to
-    stop after this step. answer: on_step's, which may request to stop before this step."""
+    stop after this step. answer: the answer of on_step, which may request to stop before this
+    step."""
     return float(stop) + (END if answer.wants_end else 0.0)
 
 

@@ -365,7 +365,8 @@ WINDOW = 4
 
 
 class DirectMethod:
-    """All-reduce in which each member adds its slices in the tree; bits depend on shards only."""
+    """The all-reduce in which each member sums its slices in tree order; bits depend on shards
+    only."""
 
     suffix = ""
 

@@ -315,7 +315,7 @@ def with_scales(scales: FloatArray, codes: Sequence[Tensor]) -> list[list[Tensor
 
 
 def unpacked(payload: Tensor, host: ByteArray, numel: int) -> Tensor:
-    """Decode the bytes of one tensor to float32 values."""
+    """Decode one ternary tensor from its bytes to float32 values."""
     codes, scale = _codes_and_scale(payload, host)
     return kernels.unpack(codes, numel, scale)
 

@@ -185,8 +185,8 @@ class SharedTransport:
             raise
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return every member's numbers, by rank. Others have read those of the previous step when
-        they launch this step's buckets."""
+        """Return every member's norms, by rank. They overwrite the norms of the previous step,
+        which all members have read before they launch this step's buckets."""
         self._norms[self._party.rank].copy_(own)
         self.meet()
         return self._norms

@@ -211,7 +211,7 @@ class LinkSlices:
         self._gather_sums = _prepare(link, cuts, flats, 1 + len(cuts), without=pairs - following)
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return every member's numbers, by rank; they are exchanged over the link."""
+        """Return every member's norms, by rank; they are exchanged over the link."""
         self._by_rank[self._rank].copy_(own)
         self._transport.run_between(self._run, self._gather_norms)
         host = self._norms.cpu()

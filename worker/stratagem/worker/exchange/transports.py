@@ -129,7 +129,7 @@ class SoloTransport:
                 total.div_(self._divisor)
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return the only member's numbers: a lone member owns everything."""
+        """Return the only member's norms: a lone member owns everything."""
         return [own]
 
     def open_sums(self) -> Sequence[Tensor]:
@@ -216,7 +216,7 @@ class SliceTransport(Protocol):
     calls in the same order, between a step's `finish` and the next step's `begin`."""
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return the float64 numbers of every member, by rank, valid until the next call. Raises
+        """Return every member's norms (float64), by rank, valid until the next call. Raises
         ExchangeError."""
 
     def open_sums(self) -> Sequence[Tensor]:

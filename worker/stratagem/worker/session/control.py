@@ -198,7 +198,7 @@ class Control:
         return self._block(self._race(work, self._stand_attended))
 
     def view_after(self, membership: int) -> MemberView:
-        """Return a view of a higher membership. Raises AwaitView if there is none yet."""
+        """Return the view of a newer membership. Raises AwaitView if there is none yet."""
         self._stand(None)
         if self._view.membership <= membership:
             raise AwaitView(membership)

@@ -266,8 +266,8 @@ class MembersFormed(Value):
 
 
 class ProcessDied(Value):
-    """A member's process ended while it worked on a segment, as far as is known without being
-    stopped."""
+    """A member's process ended during its work on a segment and, as far as is known, was not
+    stopped from outside."""
 
     party: Party
     member: Member

@@ -333,7 +333,7 @@ class SecureSetup:
         return shares_needed(spec.threshold, len(self.members))
 
     def lack(self, spec: SecureAggregation, possible: Collection[int]) -> str:
-        """Return the reason why no sum of these clients can be unmasked; "" if a sum can be, as far
+        """Return the reason why no sum over these clients can be unmasked; "" if it can be, as far
         as is known."""
         group = self.members or possible
         if len(group) < MIN_CLIENTS:
