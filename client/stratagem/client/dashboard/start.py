@@ -1,4 +1,4 @@
-"""Start a page, for the command that serves one and beside other work.
+"""Start a page, for the command that serves one and alongside other work.
 
 What serving needs is imported only if a page is wanted, because most commands serve none.
 """

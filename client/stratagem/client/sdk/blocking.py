@@ -302,8 +302,8 @@ class RunResult:
 
     @property
     def schedule(self) -> tuple[Hyperparameters, ...]:
-        """Return all hyperparameters that this state was trained with, in order of step; empty
-        for a run that is no population."""
+        """Return all hyperparameters that this state was trained with, in order of step; empty for
+        a run that is not a population."""
         commit = self.status.commit()
         return commit.schedule if commit else ()
 

@@ -109,7 +109,7 @@ def check_size(sizes: Mapping[str, int]) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise InvalidInputError for the first name that is no relative path with "/" between its
+    """Raise InvalidInputError for the first name that is not a relative path with "/" between its
     parts, or that some file system would confuse with another name."""
     places: dict[str, tuple[str, bool]] = {}
     for name in names:

@@ -48,8 +48,8 @@ def _signed_bytes(digest: str, purpose: str) -> bytes:
 
 
 def sign(digest: str, private: Path, purpose: str = CODE) -> str:
-    """Return the hex signature of a digest. Raises InvalidInputError for a file that is no private
-    Ed25519 key, or that others may read."""
+    """Return the hex signature of a digest. Raises InvalidInputError for a file that is not a
+    private Ed25519 key, or that others may read."""
     check_private("--key", private)
     try:
         key = load_pem_private_key(private.read_bytes(), password=None)

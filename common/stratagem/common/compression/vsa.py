@@ -9,8 +9,8 @@ of its direction, so error feedback cannot diverge. Signs and places change with
 later payload shows what an earlier one could not.
 
 A tensor that is small beside the others would be lost in their noise, so the smallest tensors,
-which together have at most a quarter of the places, are sent uncoded beside the bundle of the
-others. Where the payload would not be smaller than the tensors, all are sent uncoded.
+which together have at most a quarter of the places, are sent uncoded in addition to the bundle of
+the others. Where the payload would not be smaller than the tensors, all are sent uncoded.
 """
 
 from collections.abc import Sequence
@@ -132,8 +132,8 @@ def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
 
 
 def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> frozenset[int]:
-    """Return the indices of the small tensors that are sent uncoded beside the bundle (the sum of
-    the sketches); none under the numerics rules number 1."""
+    """Return the indices of the small tensors that are sent uncoded in addition to the bundle (the
+    sum of the sketches); none under the numerics rules number 1."""
     if numerics < 2:
         return frozenset()
     room = PLAIN_SHARE * dimension_fraction * sum(spec.numel for spec in layout)

@@ -76,7 +76,7 @@ LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The names of the built-in losses, each with its keyword arguments."""
 RETURNED: Final = "model"
-"""The loss name for a model whose forward itself returns the loss beside its outputs."""
+"""The loss name for a model whose forward itself returns the loss along with its outputs."""
 FROM_LOSS: Final = ("loss", "perplexity")
 """Metrics that can be computed from the loss alone."""
 METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")
@@ -109,7 +109,7 @@ def check_loss_kwargs(name: str, kwargs: Mapping[str, Any]) -> Iterator[Violatio
 # such as `test.accuracy.client_p10` beside `test.accuracy`.
 
 CLIENT_MEAN: Final = "client_mean"
-"""The suffix of a metric's mean over clients, for metrics that are no sums over rows."""
+"""The suffix of a metric's mean over clients, for metrics that are not sums over rows."""
 CLIENT_MIN: Final = "client_min"
 CLIENT_MAX: Final = "client_max"
 SHARES: Final[Mapping[str, float]] = {

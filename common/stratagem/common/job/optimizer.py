@@ -352,7 +352,7 @@ _DECAY: Final = 0.999
 
 
 class WeightAverageSpec(Section):
-    """Settings of the average of the parameters that is kept beside them.
+    """Settings of the average of the parameters that is kept in addition to them.
 
     ema: exponential, average = decay · average + (1 − decay) · parameter, with decay 0.999 unless
     set. swa: the mean of the parameters at all updates. The average is updated after step

@@ -1,4 +1,4 @@
-"""State which parts of a job cannot stand together, and why: a table, read from top to bottom.
+"""State which parts of a job cannot be combined, and why: a table, read from top to bottom.
 
 The syntax of the rows is described in `common/schema/table.py`. Each section checks itself; these
 rules run once all sections are read, so all errors are reported at once. A check that no row can

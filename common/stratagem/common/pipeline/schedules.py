@@ -220,7 +220,7 @@ EAGER_FROM: Final = 0.005
 """The duration of a hop, as a share of a stage's computation for a micro-batch, from which `suited`
 returns eager.
 
-A hop is measured between idle ranks, which is its least cost: beside computation it takes two to
+A hop is measured between idle ranks, which is its least cost: during computation it takes two to
 three times as long, and may wait. Where two ranks measured 0.9 %, 1F1B took 5 % longer than eager.
 """
 

@@ -89,8 +89,8 @@ def _rules_of(cls: Any) -> tuple[str, ...]:
 
 
 def partial(cls: Any, value: object, wrong: Mapping[str, Any]) -> Any:
-    """Return a Partial with the readable fields of a mapping, or None if the value is no mapping or
-    cannot be read even without the invalid fields.
+    """Return a Partial with the readable fields of a mapping, or None if the value is not a mapping
+    or cannot be read even without the invalid fields.
 
     wrong: the invalid fields, each with its readable part or UNREAD.
     """

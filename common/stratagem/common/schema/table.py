@@ -1,4 +1,4 @@
-"""Evaluate tables of rules: which parts of a document cannot stand together, and why.
+"""Evaluate tables of rules: which parts of a document cannot be combined, and why.
 
 A row of a table is a case and a sentence: the field that the case names first is refused with the
 sentence if all conditions of the case hold.

@@ -1,5 +1,5 @@
-"""State which parts of a strategy cannot stand together, and why: a table for each strategy, and
-for the options of Federated. `common/job/rules.py` has the rules that concern the rest of a job.
+"""State which parts of a strategy cannot be combined, and why: a table for each strategy, and for
+the options of Federated. `common/job/rules.py` has the rules that concern the rest of a job.
 
 The syntax of the rows is described in `common/schema/table.py`. A check that no row can express is
 a function. A strategy's fields are read by name, because its class imports this module.

@@ -100,7 +100,7 @@ def _pieces(descriptor: int, name: str, start: int, num_bytes: int) -> Iterator[
 def read_header(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
     """Return the checked manifest of a file (its purpose is STATE), and the offset of its data.
 
-    Raises InvalidInputError if it is no safetensors file, LimitError, and IntegrityError if the
+    Raises InvalidInputError if it is not a safetensors file, LimitError, and IntegrityError if the
     file's length is not the one that its header implies.
     """
     with path.open("rb") as file:

@@ -196,7 +196,8 @@ class StateHasher:
 
 
 def state_digest(manifest: Manifest, pieces: Iterable[Any]) -> Digest:
-    """Return the digest of a state with these `pieces`: of file or leaves, as the manifest says."""
+    """Return the digest of a state with these `pieces`: the digest of its file or of its list of
+    leaves, as the manifest says."""
     hasher = StateHasher(manifest)
     for piece in pieces:
         hasher.update(piece)

@@ -164,7 +164,8 @@ class TrainClient:
     rows: RowsAsked | None = None
     """The client's earlier rounds, if rows are protected."""
     state: KeptState | None = None
-    """The client's private state from an earlier round; None: it begins anew, or has no state."""
+    """The client's private state from an earlier round; None: it starts without one, or never has
+    one."""
     attempt: int = 0
     """The attempt of a secure round."""
     routed: tuple[int, ...] = field(default=(), compare=False)

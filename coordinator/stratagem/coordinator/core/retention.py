@@ -240,7 +240,7 @@ def _told(fact: Fact, ending: Ending) -> Fact:
 
 def _concerns(fact: Fact, ending: Ending) -> bool:
     """Return True if the death counts against the party whose plan the process executed, or one
-    above it; True for facts that are no deaths."""
+    above it; True for facts that are not deaths."""
     if not isinstance(fact, ProcessDied) or ending.run_id is None:
         return True
     return is_within(ending.party, fact.party)

@@ -149,7 +149,8 @@ def failure_of(run: RunRecord, fact: PartyFailed) -> Fact:
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
-    """Return the fact that forms a party anew whose living members failed to exchange tensors."""
+    """Return the fact that forms a party again after its living members failed to exchange
+    tensors."""
     try:
         return run.strategy.reform(run.job, run.value, party, reason)
     except Exception as error:

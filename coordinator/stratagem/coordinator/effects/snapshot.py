@@ -178,7 +178,7 @@ async def pull_snapshot(
 async def pull_outputs(
     env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
-    """Pull the outputs that a member keeps beside its snapshot, durably, into the store."""
+    """Pull the outputs that a member keeps in addition to its snapshot, durably, into the store."""
     return await _pulled(env, at, env.workers.link(at.member).outputs(at, segment))
 
 

@@ -116,7 +116,7 @@ class Leases:
         self._is_deaf = True
 
     def resume(self) -> None:
-        """Expire leases again; each starts anew with its full ttl."""
+        """Expire leases again; each starts again with its full ttl."""
         self._is_deaf = False
         for member, lease in list(self._leases.items()):
             self._set(member, lease.ttl_s)

@@ -1,6 +1,6 @@
 """Check the fields of requests against limits, except fields that jobs and tensor streams check.
 
-These sizes are no settings: no deployment needs others, and every caller relies on them.
+These sizes are not settings: no deployment needs others, and every caller relies on them.
 """
 
 import ipaddress

@@ -2,9 +2,9 @@
 states share. Leaves are in a data folder or a bucket.
 
 The name of a state in leaves is the digest of its list, which is a blob like any other. The list
-becomes durable after all its leaves and thereby completes the state. Lists are collected as blobs
-are; a leaf is deleted when no remaining list names it, no upload relies on it, and no reader has
-it. A reader of such a state gets the safetensors file that its leaves make.
+becomes durable after all its leaves, which completes the state. Lists are collected as blobs are; a
+leaf is deleted when no remaining list names it, no upload relies on it, and no reader has it. A
+reader of such a state gets the safetensors file that its leaves make.
 """
 
 import hashlib

@@ -96,7 +96,7 @@ class SpoolRun:
         return f"{name}.{self.submission}"
 
     def folder_of(self, party: Party, round_num: int) -> PurePosixPath:
-        """Return the folder of a round. Raises InvalidInputError if a part is no valid name."""
+        """Return the folder of a round. Raises InvalidInputError if a part is not a valid name."""
         segments = party.split("/") if party else []
         if not all(_SEGMENT.fullmatch(segment) for segment in segments):
             raise InvalidInputError.at("party", f"{party!r} is no path of names")
@@ -156,7 +156,7 @@ class SharedSpool:
         self._objects, self._term = objects, term
 
     def put(self, folder: str, entry: SpoolEntry) -> None:
-        """Upload a client's update into the client's folder, whereby the update is accepted."""
+        """Upload a client's update into the client's folder, which accepts the update."""
         facts = f"{entry.num_samples}-{entry.crc32c:08x}"
         name = f"{_FOLDER}/{folder}/{unique_name(self._term)}-{facts}.safetensors"
         num_bytes = entry.data_start + entry.data_bytes

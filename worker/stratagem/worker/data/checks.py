@@ -273,7 +273,7 @@ def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
 
 
 def _begins_anew(source: StreamSource, first: _Read) -> bool:
-    """Return whether a source begins at its first row again when it is opened anew."""
+    """Return whether a source begins at its first row again when it is opened again."""
     return _read_streams(opened(source, 0, 0, None), 0).rows == first.rows
 
 

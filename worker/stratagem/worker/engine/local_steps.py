@@ -349,7 +349,7 @@ class OuterFragment:
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Load the result of `state`; begin anew if it has no tensors of this fragment."""
+        """Load the result of `state`; start over if it has no tensors of this fragment."""
         self._optimizer.state.clear()
         self._under_way = self.sums = None
         for name, param in self._named:

@@ -1,7 +1,7 @@
 """Convert a trainer's state to named tensors and metadata, and back.
 
 Names are `model/<state_dict name>` and `optimizer/<parameter name>/<key>`. Numbers that an
-optimizer keeps as Python values stand in the metadata under the same names. Loading copies into
+optimizer keeps as Python values are in the metadata under the same names. Loading copies into
 storage that torch allocated. The module knows neither files nor streams.
 """
 

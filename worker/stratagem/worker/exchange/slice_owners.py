@@ -149,7 +149,8 @@ def keep_sums(
     *,
     is_mirrored: bool = False,
 ) -> KeptSums:
-    """Allocate the storage of a member's sums; is_mirrored: also that of the member before it."""
+    """Allocate the storage of a member's sums; is_mirrored: and that of the previous member's
+    sums."""
     ranges = [slices[rank] for slices in owners.slices]
     flats = [
         torch.zeros(stop - start, dtype=layout.buckets[bucket].dtype, device=device)

@@ -146,7 +146,8 @@ def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
 
 
 def _duplicate(fd: int) -> socket.socket | None:
-    """Return a duplicate of the socket with this descriptor; None if it is no socket (any more)."""
+    """Return a duplicate of the socket with this descriptor; None if it is not a socket (any
+    more)."""
     try:
         copy = os.dup(fd)
     except OSError:

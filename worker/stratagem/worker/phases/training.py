@@ -324,7 +324,7 @@ class PhaseTraining:
         return tensors, {_SCHEDULE: dump_state(self._state), _HISTORY: json.dumps(history)}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Load the result of `state`; begin anew if it is from a job without phases."""
+        """Load the result of `state`; start over if it is from a job without phases."""
         self.reset()
         if _SCHEDULE not in metadata:
             return

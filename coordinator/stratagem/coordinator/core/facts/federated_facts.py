@@ -18,7 +18,7 @@ from stratagem.coordinator.core.facts.fact_values import (
 
 
 class ClientEvaluated(Value):
-    """A client has evaluated a state on its rows, or cannot; see `strategies.schedule`."""
+    """A client has evaluated a state on its rows, or is unable to; see `strategies.schedule`."""
 
     party: Party
     segment: int
@@ -27,7 +27,7 @@ class ClientEvaluated(Value):
     reason: str = ""
     """The reason why there are no sums."""
     has_left: bool = False
-    """True if the client left the federation before it could evaluate, which is no failure."""
+    """True if the client left the federation before it could evaluate, which is not a failure."""
     own: Mapping[str, Number] = {}
     """The user's metrics on the client's rows alone."""
     summed: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class UpdateReceived(Value):
 
 class ClientStateLost(Value):
     """A client's worker no longer has the client's state from an earlier round, so the client
-    begins anew; its next update names its new state."""
+    starts over without it; its next update names its new state."""
 
     party: Party
     round_num: int

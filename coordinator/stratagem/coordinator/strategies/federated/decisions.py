@@ -201,7 +201,7 @@ def private_round(
 
 
 def candidates_of(job: JobSpec, value: Federation) -> tuple[int, ...]:
-    """Return the clients from which a private round is sampled: all, or, if the sampling is no
+    """Return the clients from which a private round is sampled: all, or, if the sampling is not
     secret, those that take part."""
     strategy, roster = spec_of(job), value.roster
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
