@@ -325,8 +325,8 @@ def party_of_stage(stage: int) -> str:
 
 
 def is_of_newest_segment(party: str) -> bool:
-    """Return whether a party is one of those that hold pipeline stages' actions; of their rows only
-    those of the newest segment are kept."""
+    """Return whether a party holds the actions of a pipeline stage. Of such parties only the rows
+    of the newest segment are kept."""
     return party.rpartition("/")[0].rpartition("/")[2] == _PARTY
 
 

@@ -87,7 +87,7 @@ class CompressionSpec(Section):
 
     @property
     def consensus_step(self) -> float:
-        """Return the consensus step size; by default, the less a payload carries, the smaller."""
+        """Return the consensus step size; by default, it is smaller the less a payload carries."""
         if self.consensus_step_size is not None:
             return self.consensus_step_size
         match self.codec:

@@ -173,7 +173,8 @@ class ExecutionSpec(Section):
             yield Violation("amp_dtype", text)
 
     def with_changes(self, **changes: Any) -> Self:
-        """Return a copy with fields set, checked as a whole; a preset sets the fields it names."""
+        """Return a copy with these fields set, validated as a whole; a preset sets the fields that
+        it names."""
         return super().with_changes(**{**PRESETS.get(changes.get("preset", ""), {}), **changes})
 
     @property

@@ -236,7 +236,8 @@ def _default(cls: Any, name: str | int) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return the value that messages and conditions show: for a choice the name of its class."""
+    """Return the text that stands for a value in messages and conditions; a choice is its class's
+    name."""
     is_choice = not isinstance(value, str) and hasattr(value, "__pydantic_fields__")
     return type(value).__name__ if is_choice else str(value)
 

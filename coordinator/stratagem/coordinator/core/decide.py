@@ -418,7 +418,7 @@ class Agenda:
         self._workers = state.workers
         self._load = PersistentMap[WorkerId, int]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
-        """Keyed by active run: the workers for which the run counts as load."""
+        """The workers for which each run counts as load, keyed by active run."""
         self._touched: dict[RunId, frozenset[Member]] = {}
         """The members from which `_burdened` was computed: a fact changes only few of thousands."""
         self._deadlines: dict[RunId, float] = {}

@@ -214,7 +214,7 @@ def deaths_at_work(
     """Return the deaths to journal for a member whose process has ended without draining.
 
     There are none if the process was stopped from outside. If the plan that the process executed is
-    known, only deaths of that work count.
+    known, only deaths during that work count.
     """
     if ending is None or ending.incarnation != member.incarnation:
         ending = Ending(member.incarnation)

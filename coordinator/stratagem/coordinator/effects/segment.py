@@ -344,7 +344,8 @@ async def finished_history(
     """Return the step history of an ended segment: a row of the party, and one per part that has a
     history. Parts that differ from a member's description are left out.
 
-    request: makes the request for a rank, to attach once more. results: by rank.
+    request: makes the request with which to attach to a member again, given the rank. results: the
+    members' results, by rank.
     """
     stride = stride_for(env.runs, effect)
     if not stride:

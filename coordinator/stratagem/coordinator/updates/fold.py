@@ -112,7 +112,7 @@ class FoldStoppedError(StratagemError):
 
 
 MOST_SAMPLES: Final = "the one with most samples"
-"""A description of the client whose integers are taken if clients differ, for the log."""
+"""The text, for the log, that names the client whose integers are taken if clients differ."""
 
 
 class Combination(Protocol):

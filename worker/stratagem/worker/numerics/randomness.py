@@ -178,7 +178,7 @@ class KeyedRandomness:
                     self._resting.append((module, number, hook))
 
     def _wake(self) -> None:
-        """Put the hooks back, before any that were added meanwhile."""
+        """Put the hooks back, in front of hooks that were added meanwhile."""
         self._untouched = None
         for module, number, hook in self._resting:
             hooks = module._forward_pre_hooks

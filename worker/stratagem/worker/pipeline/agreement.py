@@ -96,8 +96,8 @@ class Agreement:
         return [total is not None for total in totals]
 
     def summarize(self, scalars: StepScalars) -> tuple[StepSummary, float]:
-        """Return the step's summary over all ranks, and the largest request to stop (0 for none).
-        Norms are those of the .grad of the first copies."""
+        """Return the step's summary over all ranks, and the largest `stop` of any rank (see
+        StepScalars). Norms are those of the .grad of the first copies."""
         grads = {
             weight.name: weight.param.grad for weight in self.own if weight.param.grad is not None
         }

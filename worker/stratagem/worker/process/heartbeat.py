@@ -365,7 +365,8 @@ class Agent:
     def _take(
         self, answer: pb.HeartbeatResponse | pb.HeartbeatStreamResponse, sent_s: float | None
     ) -> None:
-        """Process an answer to a heartbeat. sent_s: when that was sent, if the answer is to one."""
+        """Process an answer. sent_s: when the heartbeat was sent that it answers; None if it
+        answers none."""
         if sent_s is not None and answer.time_s:  # an older coordinator does not send it
             self.clock.note(sent_s, time.time(), answer.time_s)
         self._see(answer.term)

@@ -381,7 +381,8 @@ class FenceGuard:
     async def check(
         self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
     ) -> None:
-        """Raise StaleError if leadership term or membership is too old; remember that of orders."""
+        """Raise StaleError for a too old leadership term or membership; remember an order's
+        membership."""
         await self.check_term(fence.term)
         key = (run_id, party)
         seen = self._memberships.get(key, 0)

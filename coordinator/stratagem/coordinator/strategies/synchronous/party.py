@@ -74,7 +74,7 @@ class PartyRun:
     fingerprint: str = ""
     ranks: tuple[int, ...] = ()
     are_apart: bool = False
-    """True if members do not reach each other; see MembersFormed, also for `ranks`."""
+    """True if members do not reach each other; see MembersFormed, which also explains `ranks`."""
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
