@@ -61,7 +61,8 @@ class RunBook:
         self._reader: asyncio.Task[None] | None = None
         self._run_read: ReportedRun | None = None
         self._history, self._num_returns = History(()), 0
-        """The step history as read, and the number of the run's returns to a commit until then."""
+        """The step history that was read, and how often the run had returned to a commit by that
+        time."""
         self._history_s, self._history_index = -HISTORY_S, -1
         """The time of the last reading of the history, by this process's monotonic clock, and the
         index of the newest event then."""

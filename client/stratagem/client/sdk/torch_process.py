@@ -96,7 +96,8 @@ def ask(
     complain: Callable[[str], None] = lambda _: None,
     **asked: Any,
 ) -> dict[str, Any]:
-    """Answer one question about a job in a subprocess; raise what the question raises there.
+    """Answer one question about a job in a subprocess; raise the errors that it raises in the
+    subprocess.
 
     import_path: folders with the user's modules, by default the current folder and that of the job
     file. tell: is given findings before the answer. complain: is given sentences about what takes

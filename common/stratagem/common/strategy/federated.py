@@ -31,7 +31,7 @@ from stratagem.common.strategy.choices import (
 # clients that keep failing.
 
 DEFAULT_WAIT_S: Final = 86_400.0
-"""The default wait for clients: a day, as a site that is closed over night is back by then."""
+"""The default wait for clients: a day, so that sites that are closed overnight can come back."""
 
 
 class Roster(DocumentValue, is_extras=True):

@@ -302,7 +302,7 @@ class PopulationOptions(DocumentValue, is_extras=True):
 
 
 class PopulationBased(DocumentValue, tag="type"):
-    """A population trains side by side; the worse copy the better and explore from there."""
+    """A population trains side by side; the worse copy the better and explore from their states."""
 
     population_size: Annotated[SharedCount, UpTo(MAX_POPULATION), Field(examples=[4])]
     generations: Annotated[SharedCount, Field(examples=[5])]

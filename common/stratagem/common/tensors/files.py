@@ -128,7 +128,7 @@ def header_size(start: bytes) -> int:
 def parse_header(
     file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Manifest, int]:
-    """Read the manifest as `header_of` does, from a file of which only the start may be there."""
+    """Read the manifest as `header_of` does, from a file that may contain only its start."""
     length = int.from_bytes(file.read(_PREFIX_BYTES), "little")
     if length > MAX_HEADER_BYTES:
         raise LimitError(f"{name}: header of {length} bytes, the limit is {MAX_HEADER_BYTES}")

@@ -373,9 +373,9 @@ def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = ""
     """Return an error message if a worker does not see its coordinator's folder of states; "" if it
     does, or neither has one.
 
-    folder and found_id: the path that the worker was given, and the name there; both "" without.
-    meant_id: the name of the coordinator's folder, "" if it has none that workers may write to.
-    problem: the worker's error with the folder.
+    folder and found_id: the path that the worker was given, and the name of the folder at that
+    path; both "" without a path. meant_id: the name of the coordinator's folder, "" if it has none
+    that workers may write to. problem: the worker's error with the folder.
     """
     if not folder:
         ours = f"the coordinator's folder of states (store-id {meant_id})"

@@ -75,7 +75,7 @@ class RunRecord:
     """A sample of each party's rows, as they were when its model was built."""
     has_raised: bool = False
     """True if the strategy has raised when a fact was folded. No fact says so, and another version
-    of the strategy may not raise there."""
+    of the strategy may not raise for the same fact."""
 
     @property
     def num_shown(self) -> int:

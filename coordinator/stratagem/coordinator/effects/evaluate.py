@@ -136,7 +136,7 @@ async def _evaluate(
 async def _said(
     blobs: BlobStore, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
 ) -> ClientEvaluated:
-    """Store a client's metric states, and return the fact with the results on its rows."""
+    """Store the states of a client's metrics, and return the fact with its evaluation results."""
     user_metrics = result.own_metrics
     said = ClientEvaluated(
         party=effect.party,

@@ -385,7 +385,7 @@ class Spool:
         """Delete leftovers of crashes for all runs except the kept ones.
 
         `kept` was read from the journal after this spool was opened, so a run that is not in it is
-        over. Folders that a later coordinator has begun since were not found then, and stay.
+        over. Folders that a later coordinator has begun since then are not known, and stay.
         """
         kept = list(kept)
         folders = {run.folder for run in kept}

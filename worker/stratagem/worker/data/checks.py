@@ -129,8 +129,8 @@ class _Description(BaseModel):
 
 
 def described_rows(job: JobSpec, data: Mapping[str, Dataset]) -> str:
-    """Describe some rows of each split as JSON, for comparison on other workers; return "" if rows
-    may rightly differ there, or if the text is too long."""
+    """Describe some rows of each split as JSON, for comparison on other workers; return "" if the
+    rows of other workers may rightly differ, or if the text is too long."""
     if job.data.entrypoint is None or not job.execution.deterministic:
         return ""
     splits = {split: dict(_rows_of(dataset)) for split, dataset in data.items()}

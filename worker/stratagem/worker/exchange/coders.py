@@ -75,8 +75,7 @@ def coder_of(
 
 
 class HostCoder:
-    """A coder in numpy, which copies gradients to the host, if they are not there, and decoded
-    values back."""
+    """A coder in numpy, which copies gradients of a device to the host, and decoded values back."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec

@@ -110,12 +110,12 @@ class GossipExchange:
 
     @_raising_anew
     def mix(self, step: int, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
-        """Mix once: x_i <- Σ_j w_ij x_j, in place, for this member's nodes, with public copies
-        where there are any.
+        """Mix once: x_i <- Σ_j w_ij x_j, in place, for this member's nodes, through public copies
+        if the job has a codec.
 
         Products and sums are float64, in order of j, rounded once. All members call it equally
-        often, with tensors of the same shapes. Returns the distances of each of these nodes. Raises
-        ExchangeError when a neighbour is lost or silent, or after cut.
+        often, with tensors of the same shapes. Return the `Distances` of each of these nodes.
+        Raises ExchangeError when a neighbour is lost or silent, or after cut.
         """
         if self._public is not None:
             return self._mix_coded(step, tensors, self._public)

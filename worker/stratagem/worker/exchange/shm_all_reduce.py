@@ -192,7 +192,7 @@ class SharedTransport:
         return self._norms
 
     def open_sums(self) -> Sequence[Tensor]:
-        """Block until all sums are there; return the previous member's, in its buckets or apart."""
+        """Block until all sums are complete; return those of the previous member's slice."""
         self.meet()
         return self._sums[(self._party.rank - 1) % self._party.size]
 

@@ -56,7 +56,7 @@ class SliceOwners:
         return (rank - 1) % len(self.parts)
 
     def places_of_norms(self) -> list[list[tuple[int, range]]]:
-        """Return for each parameter the ranks that have its norms, and the norms' indices there."""
+        """Return for each parameter the ranks with its norms, and the norms' indices at these."""
         places: dict[int, list[tuple[int, int, range]]] = {}
         for rank, parts in enumerate(self.parts):
             start = 0

@@ -109,8 +109,8 @@ class SliceExchange:
         return norm_parts, all(bool(flat[-1]) for flat in given)
 
     def share(self, pieces: Sequence[Tensor], params: Sequence[nn.Parameter]) -> None:
-        """Copy the updated own parts (flat, in order) into the parameters of all members, and the
-        others' here. Raises ExchangeError; the parameters may then be of two steps."""
+        """Copy the updated own parts (flat, in order) into all members' parameters, and the others'
+        parts into this one's. Raises ExchangeError; the parameters may then be of two steps."""
         with torch.no_grad():
             _copy(self.sums(), [piece.detach() for piece in pieces])
             failpoint("worker.slices.updated")
@@ -239,8 +239,8 @@ def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
 def _prepare_kept(
     link: Link, cuts: Sequence[Cut], owners: SliceOwners, sums: KeptSums, mirrored: KeptSums
 ) -> Gathering:
-    """Return the transfers of this member's sums to the next member, and of the previous member's
-    sums to here; their tags follow those of `_prepare`."""
+    """Return the transfers that send this member's sums to the next member and receive the previous
+    one's; their tags follow those of `_prepare`."""
     before, after = owners.mirrored_rank(link.rank), (link.rank + 1) % link.size
     sends: list[Transfer] = []
     receives: list[Transfer] = []

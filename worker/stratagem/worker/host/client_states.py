@@ -27,7 +27,7 @@ _SUFFIX: Final = ".safetensors"
 
 
 class ClientStateStore:
-    """The states of all clients that train here. Used by the torch thread."""
+    """The states of all clients that train on this worker. Used by the torch thread."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:
         """Take the folder. folder: where the states are stored, beyond the life of the process."""

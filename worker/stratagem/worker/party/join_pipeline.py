@@ -179,7 +179,8 @@ def _meet(
 
 
 def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) -> Group:
-    """Return the group, for connections, of the members with these ranks, of which this is one."""
+    """Return the group, for connections, of the members with these ranks, which include this
+    member."""
     party = f"{work.key.party}/{name}".lstrip("/")
     worker_ids = tuple(view.members[peer].worker_id for peer in ranks)
     rank, size = ranks.index(view.rank), len(ranks)

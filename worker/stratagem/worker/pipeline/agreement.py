@@ -78,8 +78,8 @@ class Agreement:
         return counted
 
     def sum_tied(self) -> list[bool]:
-        """Sum the gradients of tied parameters over all ranks, into the .grad of the first copy
-        here; return for each own parameter whether backward reached it."""
+        """Sum the gradients of tied parameters over all ranks, into the .grad of the first copy on
+        this rank; return for each parameter of this rank whether backward reached it."""
         for rank, shared in self._tied_with.items():
             if shared:
                 self._send(_TIED, rank, self._gradients_of(shared))

@@ -2,8 +2,8 @@
 replay.
 
 `PlanExecution` manages the plan on the event loop (queued, running, finished, running again under a
-newer view) and its hand-over to the torch thread. An error of a plan becomes a typed result there,
-or the error of every attached call when it is a defect of Stratagem.
+newer view) and its hand-over to the torch thread. In that thread an error of a plan becomes a typed
+result, or the error of every attached call when it is a defect of Stratagem.
 """
 
 import asyncio

@@ -106,7 +106,7 @@ class Sessions:
         self.fences = FenceGuard()
 
     def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
-        """Return the execution of a request, after attaching it there; None if there is none."""
+        """Attach a request to its execution, and return the execution; None if there is none."""
         session = self._sessions.get(key_from(request.session))
         execution = session.find(key_of(request)) if session is not None else None
         if execution is not None:

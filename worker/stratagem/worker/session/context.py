@@ -153,7 +153,7 @@ class SessionState:
     own_recorders: dict[str, Recorder] = field(default_factory=dict)
     """Records that only this member has, keyed by node or stage; "" for the whole party."""
     shown_step: int = -1
-    """The latest step for which on_step was called here."""
+    """The latest step for which this session has called on_step."""
     answer: StepAnswer = NO_ANSWER
     """The answer of on_step for `shown_step`."""
     activity: str = ""

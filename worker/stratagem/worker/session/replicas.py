@@ -42,7 +42,7 @@ class KeptReplicas:
         self._in_memory: dict[tuple[str, int], State] = {}
         self._lock = threading.Lock()
         self.unsent: set[str] = set()
-        """Runs whose part of the newest segment is only here."""
+        """Runs whose newest segment has a part that exists only on this worker."""
         if folder is not None and folder.is_dir():
             runs = sorted(folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)
             for run in runs[:-MAX_RUNS]:

@@ -188,7 +188,7 @@ class RunResumed(Value):
     average: Digest = Digest("")
     """The averaged parameters at that commit; see effects.Base."""
     reason: str = ""
-    """The failure after which the run goes on from there."""
+    """The failure because of which the run continues from that commit."""
 
 
 class RunFailed(Value):
@@ -333,7 +333,7 @@ class SegmentFinished(Value):
     traffic: Mapping[str, int] = {}
     """The "sent_bytes" of all members in the segment, and "uncompressed_bytes", with a codec."""
     stop_reason: str = ""
-    """The reason for which the user's code ends the training here; empty if none."""
+    """The reason with which the user's code ends the training after this segment; else empty."""
     streams: str = ""
     """The position in each stream of rows, as JSON keyed by stream; "" without streams."""
     kept: tuple[Digest, ...] = ()

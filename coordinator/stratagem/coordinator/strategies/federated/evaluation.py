@@ -120,7 +120,7 @@ def _given_up(job: JobSpec, value: Federation) -> OwedEvaluation | None:
 
 class Merging(NamedTuple):
     """The states of metrics to be merged, and the worker that computes the values; None while no
-    worker is here."""
+    worker is present."""
 
     states: tuple[tuple[int, Digest], ...]
     metrics: tuple[str, ...]

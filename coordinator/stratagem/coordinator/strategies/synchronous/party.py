@@ -292,7 +292,7 @@ def are_moved(run: PartyRun) -> bool:
 
 def needs_upload(job: JobSpec, run: PartyRun) -> bool:
     """Return True if parts of the commit that only workers have are needed elsewhere, or if the run
-    ends here: workers delete their files then, also if the run may be resumed."""
+    ends here: workers then delete their files, even if the run may be resumed."""
     if run.has_ended:
         return bool(run.kept)
     is_end = bool(run.kept) and not run.finished and bool(stop_reason(job, run))
