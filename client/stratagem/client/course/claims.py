@@ -32,8 +32,7 @@ class ClaimPlace(NamedTuple):
     client: int | None = None
     """The number of the client that sent the update; None if the claim is about a state."""
     after: int = 0
-    """The step of the parent party's newest state; in each of its rounds, steps are counted from 0
-    again."""
+    """The step of the parent party's newest state; in each of its rounds, steps restart from 0."""
     kind: str = "state"
     """The kind of state: "state", the "average" of its parameters, or its "predictions"."""
 

@@ -1,4 +1,4 @@
-"""Draw curves over steps: a line of last values in a band from minimum to maximum, and marks of
+"""Draw curves over steps: a line of last values in a band from minimum to maximum, with marks of
 events."""
 
 import math

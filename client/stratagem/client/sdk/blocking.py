@@ -395,8 +395,7 @@ class LoopThread:
                 self.call(close())
 
     def close(self) -> None:
-        """Stop the loop and its thread; do nothing in a fork, as both belong to the parent
-        process."""
+        """Stop the loop and its thread; do nothing in a fork, as the parent process owns both."""
         if is_lost():
             return
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()

@@ -129,8 +129,8 @@ def ask(
 def _exchange(
     request: str, tell: Callable[[Mapping[str, Any]], None], complain: Callable[[str], None]
 ) -> tuple[Mapping[str, Any] | None, int, str]:
-    """Run the subprocess with a request; return its reply, its exit code, and the last line of its
-    stderr."""
+    """Run the subprocess with a request; return its reply, its exit code, and its last stderr
+    line."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(

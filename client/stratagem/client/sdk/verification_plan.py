@@ -122,8 +122,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def kept_states(job: JobSpec, status: RunStatus) -> dict[int, int]:
-    """Return the segment of each stored state that a verifying run may begin with, keyed by
-    step."""
+    """Return the segment of each stored state with which a verifying run may begin, by step."""
     options = getattr(job.strategy, "options", None)
     is_whole = getattr(options, "local_steps", None) is None and job.hyperparameter_schedule is None
     if not isinstance(job.strategy, RESUMABLE) or not is_whole:

@@ -75,7 +75,7 @@ class Sink(Protocol):
         ...
 
     def restart(self) -> Cursor:
-        """Drop as much as possible, because the run went back to an earlier step; return the new
+        """Drop as much as possible, because the run returned to an earlier step; return the new
         cursor."""
         ...
 

@@ -1,6 +1,4 @@
-"""Record the steps of a segment, pack rows for the wire and the database, and encode stage
-actions.
-"""
+"""Record the steps of a segment, pack rows for storage and the wire, and encode stage actions."""
 
 import json
 import re

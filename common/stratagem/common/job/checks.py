@@ -141,7 +141,7 @@ def check_units(job: Any) -> Iterator[Violation]:
 
 
 def check_followed(job: Any) -> Iterator[Violation]:
-    """Yield an error if early stopping or a plateau follows a metric without measurement or
+    """Yield an error if early stopping or a plateau follows an unmeasured metric, or has no
     mode."""
     evaluation, optimizer = job.evaluation, job.optimizer
     if evaluation is None:

@@ -173,8 +173,7 @@ class ExecutionSpec(Section):
             yield Violation("amp_dtype", text)
 
     def with_changes(self, **changes: Any) -> Self:
-        """Return a copy with these fields set, validated as a whole; a preset sets the fields that
-        it names."""
+        """Return a copy with these fields set, validated as a whole; a preset sets its fields."""
         return super().with_changes(**{**PRESETS.get(changes.get("preset", ""), {}), **changes})
 
     @property

@@ -134,8 +134,7 @@ def _groups(graph: GraphSpec, path: str) -> Iterator[tuple[str, SubgraphSpec, Da
 def _group_of_all(
     stages: list[tuple[str, SubgraphSpec, DataParallel]], graph: GraphSpec
 ) -> DataParallel:
-    """Return the DataParallel strategy that all stages of a pipeline share; raise if they
-    differ."""
+    """Return the DataParallel strategy that all stages of a pipeline share; raise otherwise."""
     first, _, group = stages[0]
     inside = {id(node) for _, sub, _ in stages for node in _trained(sub.graph)}
     outside = [node.id for node in _trained(graph) if id(node) not in inside]
@@ -171,7 +170,7 @@ def _around(strategy: Any, inner: Strategy) -> Strategy:
 def _within(
     whole: Strategy, current: Strategy, graph: GraphSpec, root: GraphSpec, path: str
 ) -> Strategy:
-    """Return `whole` with the strategies of all subgraphs nested in it. current: the strategy of
+    """Return `whole` with the strategies of all subgraphs nested in it. current: that of
     `graph`."""
     for sub in graph.subgraphs:
         place = f"{path}.subgraphs.{sub.id}"

@@ -577,7 +577,7 @@ SUBMITTED: Final[Table] = (
 
 
 def violations_of(job: Any) -> Iterator[Violation]:
-    """Yield the contradictions between the sections of a job. A rule that reads an invalid field is
+    """Yield the contradictions between a job's sections. A rule that reads an invalid field is
     skipped."""
     yield from found_in(EVERY_JOB, job)
     try:

@@ -22,8 +22,7 @@ class TaskKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The first half of a backward pass, for which other stages wait: the gradient of the stage's
-    inputs."""
+    """The half of a backward pass for which other stages wait: the gradient of a stage's inputs."""
     WEIGHT = "W"
     """The second half of a backward pass: the gradient of the stage's parameters."""
 
@@ -243,8 +242,8 @@ def has_eager(rank_of: Sequence[int]) -> bool:
 
 
 def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
-    """Return the schedule of an evaluation: every rank passes the micro-batches through its stages,
-    in order."""
+    """Return the schedule of an evaluation: each rank runs its stages on all micro-batches in
+    order."""
     num_ranks = max(rank_of) + 1
     return tuple(
         tuple(

@@ -349,7 +349,7 @@ def _check_entrypoint(value: str) -> str:
 
 
 def colon_hint(value: str) -> str:
-    """Return "; did you mean module:name?" if the text looks like an entry point without its colon,
+    """Return "; did you mean module:name?" if the text looks like an entry point without colon,
     else ""."""
     module, _, name = value.rpartition(".")
     meant = f"{module}:{name}"

@@ -137,8 +137,8 @@ def for_example(name: str, info: FieldInfo, *, is_choice: bool = True) -> str:
 
 
 def metadata_of(info: FieldInfo) -> Iterator[Any]:
-    """Yield the declared metadata of a field, including that of list items and union members in its
-    type."""
+    """Yield the declared metadata of a field, including that of its list items and union
+    members."""
     yield info
     yield from info.metadata
     yield from _metadata_inside(info.annotation)

@@ -236,8 +236,7 @@ def _default(cls: Any, name: str | int) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return the text that stands for a value in messages and conditions; a choice is its class's
-    name."""
+    """Return the text for a value in messages and conditions; for a choice, its class's name."""
     is_choice = not isinstance(value, str) and hasattr(value, "__pydantic_fields__")
     return type(value).__name__ if is_choice else str(value)
 

@@ -224,8 +224,7 @@ REFUSE: Final = "refuse"
 
 
 def _check_quorum(value: object) -> int | float | None:
-    """Validate a quorum and return it: an int is a number of clients, a float a fraction of
-    them."""
+    """Validate a quorum and return it: an int is a number of clients, a float a fraction."""
     if value is None or (type(value) is int and 1 <= value <= MAX_UNSIGNED):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -33,8 +33,7 @@ _BESIDE: Final = frozenset(
         "secure_aggregation",
     }
 )
-"""The options that may be combined with secure aggregation: they see only a round's mean, or no
-updates."""
+"""The options that may be combined with secure aggregation: they see only means, or no updates."""
 _WHY: Final = {
     "on_missing_quorum": "who has failed has no keys of the round, and cannot come back into it",
     "robust": "it compares single updates, and nobody sees one",

@@ -85,8 +85,7 @@ DIRECT_ALL_REDUCE: Final = "direct"
 WHOLE_STATE: Final = "none"
 FULL_SLICES: Final = "full"
 FEWEST_MIRRORED: Final = 3
-"""The smallest number of workers for which two of the state's slices are less than the whole
-state."""
+"""The smallest number of workers for which two slices are less than the whole state."""
 
 
 class Local(DocumentValue, tag="type"):

@@ -41,8 +41,7 @@ LEAF_BYTES: Final = 64 * 2**20
 SMALL_BYTES: Final = 2**20
 MAGIC: Final = b"stratagem state in leaves 1\n"
 MAX_ASKED: Final = 64
-"""The most leaves whose signed requests one message asks for; their URLs then take at most half a
-megabyte."""
+"""The most leaves for whose signed requests one message asks: half a megabyte of URLs."""
 _DIGEST_BYTES: Final = 32
 
 

@@ -218,8 +218,7 @@ class House:
     profiles: Profiles
     refusals: Refusals
     _merging: set[RunId] = field(default_factory=set)
-    """Runs whose step history is being merged now, so that no second merge of the same rows
-    starts."""
+    """Runs whose step history is being merged now, so that no second merge starts."""
     _unmerged: set[RunId] = field(default_factory=set)
     """Ended runs to merge in the next pass: those that ended since the last pass, and at first
     those that the previous leader has left."""
@@ -267,8 +266,7 @@ class House:
                         log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
 
     async def merge_histories(self) -> None:
-        """Merge rows of the step histories of active runs, and of runs that ended since the last
-        pass."""
+        """Merge the step histories of active runs, and of runs that ended since the last pass."""
         active = {run_id for run_id, run in self.loop.state.runs.items() if run.ended is None}
         due = sorted(active | self._unmerged)
         self._unmerged.clear()

@@ -322,8 +322,7 @@ def retained(record: RunRecord, num_newest: int | None = None) -> tuple[Committe
 
 
 def best_commit(record: RunRecord) -> CommittedState | None:
-    """Return the best commit by evaluation.best, the earliest of equals; None if none has a
-    value."""
+    """Return the best commit by evaluation.best, the earliest of equals; None without a value."""
     evaluation = record.job.evaluation
     if evaluation is None or evaluation.best is None:
         return None

@@ -149,8 +149,7 @@ def failure_of(run: RunRecord, fact: PartyFailed) -> Fact:
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
-    """Return the fact that forms a party again after its living members failed to exchange
-    tensors."""
+    """Return the fact that forms a party again after its members failed to exchange tensors."""
     try:
         return run.strategy.reform(run.job, run.value, party, reason)
     except Exception as error:
@@ -213,8 +212,7 @@ def draws_in_secret(job: JobSpec) -> bool:
 
 
 def hides_draws(run: RunRecord | EndedRun) -> bool:
-    """Return True if readers do not get all facts of a run, as its clients are sampled in
-    secret."""
+    """Return True if readers do not get all facts of a run, as clients are sampled in secret."""
     return run.draws_in_secret if isinstance(run, EndedRun) else draws_in_secret(run.job)
 
 

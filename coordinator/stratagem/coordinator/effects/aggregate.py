@@ -181,7 +181,7 @@ def _fold(
     masks: OpenedMasks | None,
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
-    """Write the next state; return its blobs, its header and the next clipping norm. Call this in a
+    """Write the next state; return its blobs, its header and the next clipping norm. Call in a
     thread."""
     job = runs.job_of(effect.run_id, effect.party)
     manifest = _next_manifest(base[0], effect)

@@ -194,7 +194,7 @@ class ShownProgress:
         self.feed.set_progress(self.effect.run_id, latest)
 
     def _bubble(self) -> float | None:
-        """Return the idle share of a pipeline's ranks in the latest steps; None until all
+        """Return the idle share of a pipeline's ranks in the latest steps; None before all
         report."""
         ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
         reports = [self.latest[rank] for rank in ranks if rank in self.latest]

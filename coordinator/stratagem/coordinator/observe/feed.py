@@ -184,8 +184,7 @@ class Feed:
         return run.last_wall_s if run else 0.0
 
     def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
-        """Return a run's newest fact in memory that satisfies a condition; None if there is
-        none."""
+        """Return a run's newest fact in memory for which a condition holds, or None."""
         run = self._runs.get(run_id)
         events = reversed(run.events) if run else ()
         return next((event.fact for event in events if is_wanted(event.fact)), None)

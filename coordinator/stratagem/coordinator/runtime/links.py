@@ -111,8 +111,7 @@ class WorkerLink:
     async def execute(
         self, request: worker_pb2.ExecuteRequest
     ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
-        """Execute a plan, and yield the worker's messages. Raises UnavailableError if the stream
-        breaks."""
+        """Execute a plan, and yield the worker's messages. Raises UnavailableError if it breaks."""
         call = self.stub.Execute(request)
         try:
             async for response in call:

@@ -408,8 +408,8 @@ STEP_S: Final = 0.5
 
 
 class LeaderClock:
-    """The leader clock: counts seconds of leadership since the journal began; each takeover makes a
-    new one."""
+    """The leader clock: counts seconds of leadership since the journal began; each leader has its
+    own."""
 
     def __init__(self, start_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic

@@ -323,7 +323,7 @@ PiecedLeaf = tuple[PartPiece, ...]
 
 
 class _Placed(NamedTuple):
-    """A range of bytes of a state: its start in the state, and the piece of a part that has the
+    """A range of bytes of a state: its start in the state, and the piece of a part with the
     bytes."""
 
     start: int

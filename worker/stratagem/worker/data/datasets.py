@@ -326,8 +326,7 @@ class DatasetCache:
         self._made: OrderedDict[int, tuple[Dataset, TensorDataset]] = OrderedDict()
 
     def of(self, dataset: Dataset, gather: Gather) -> Dataset:
-        """Return the cached form of a data set; random rows are drawn once, alike on all
-        workers."""
+        """Return the cached form of a data set; random rows are drawn once, alike everywhere."""
         if isinstance(dataset, Subset):
             return Subset(self.of(dataset.base, gather), dataset.rows)
         key = id(dataset)

@@ -269,8 +269,7 @@ class SharedStep:
     update: Update
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
-        """Make one turn (one of a step's updates) over the batch. num_turns: the turns of a
-        step."""
+        """Make one turn (one of a step's updates) over the batch. num_turns: turns per step."""
         exchange = share.exchange
         self.buffers.snapshot()
         self.setup.execution.begin_batch(batch.num_rows)

@@ -37,8 +37,7 @@ def state_metadata(step: int, further: Mapping[str, str] | None = None) -> dict[
 
 
 def step_of(metadata: Mapping[str, str]) -> int:
-    """Return the number of steps of a state. Raises InvalidInputError for a state of another
-    format."""
+    """Return the number of steps of a state. Raises InvalidInputError for another format."""
     if metadata.get("format") != _FORMAT:
         raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
     return int(metadata["step"])

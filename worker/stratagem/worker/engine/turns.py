@@ -45,8 +45,7 @@ def by_turn(
 def make_optimizer_of(
     job: JobSpec, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
-    """Make a new optimizer of these parameters as the job defines it; with turns, one per turn, in
-    order."""
+    """Make a new optimizer of these parameters as the job defines it; with turns, one per turn."""
     fused = job.execution.fusion
     if job.turns is None:
         return make_optimizer(job.optimizer, params, fused=fused, entrypoints=entrypoints)

@@ -365,8 +365,8 @@ WINDOW = 4
 
 
 class DirectMethod:
-    """The all-reduce in which each member sums its slices in tree order; bits depend on shards
-    only."""
+    """The all-reduce in which each member sums its slices in tree order: shards alone fix the
+    bits."""
 
     suffix = ""
 
@@ -461,7 +461,7 @@ class _DirectRun:
         return True
 
     def _send_ready(self, index: int) -> None:
-        """Send piece `index` after its bucket's launch, and later ready ones that fit the
+        """Send piece `index` after its bucket's launch, and later ready pieces within the
         window."""
         last = min(index + self.window, len(self.pieces))
         if not self.link.in_order:

@@ -142,8 +142,7 @@ class PublicCopies:
         return {**copies, **codec_state}
 
     def load(self, node: int, tensors: Mapping[str, Tensor]) -> None:
-        """Load a node's public copies; those that the state lacks begin equal to the node's
-        model."""
+        """Load a node's public copies; copies that the state lacks begin as the node's model."""
         self._copies[node] = [
             _array(f"{PUBLIC}{spec.name}", spec.numel, tensors)
             if f"{PUBLIC}{spec.name}" in tensors

@@ -149,8 +149,7 @@ def keep_sums(
     *,
     is_mirrored: bool = False,
 ) -> KeptSums:
-    """Allocate the storage of a member's sums; is_mirrored: and that of the previous member's
-    sums."""
+    """Allocate the storage of a member's sums; is_mirrored: and of the previous member's sums."""
     ranges = [slices[rank] for slices in owners.slices]
     flats = [
         torch.zeros(stop - start, dtype=layout.buckets[bucket].dtype, device=device)

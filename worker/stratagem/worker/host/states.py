@@ -210,8 +210,7 @@ async def received_list(
     limits: Limits,
     idle_timeout_s: float,
 ) -> LeafList:
-    """Receive a state's list of leaves after the header. Raises IntegrityError for a wrong
-    digest."""
+    """Receive a state's list of leaves after the header. Raises IntegrityError for a bad digest."""
     most = len(MAGIC) + MAX_HEADER_BYTES
     most += 32 * (limits.max_total_bytes // LEAF_BYTES + limits.max_tensors + 1)
     if header.list_bytes > most:

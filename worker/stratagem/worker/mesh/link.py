@@ -74,8 +74,7 @@ class MessageLink(Protocol):
         """Name of the engine: "shm", "grpc"."""
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Open a step: from now on accept these messages, (source, tag), once, and no older
-        ones."""
+        """Open a step: from now on accept these messages, (source, tag), once, no older ones."""
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int) -> PendingTransfer: ...
 

@@ -321,8 +321,7 @@ def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) ->
 
 
 def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
-    """Compute the layer as a job would, independently of the torch modes that the caller has
-    set."""
+    """Compute the layer as a job would, independently of the caller's torch modes."""
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")  # torch warns about its choice of an algorithm
         with torch.autocast(device.type, enabled=False):

@@ -64,8 +64,7 @@ LossFunction = Callable[[Any, Any, int], LossValue]
 
 @dataclass(frozen=True, slots=True)
 class NamedLoss:
-    """A loss known by name (see the table below) with its settings; it runs none of the user's
-    code."""
+    """A loss known by name (see the table below) with its settings; runs no code of the user."""
 
     name: str
     function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]

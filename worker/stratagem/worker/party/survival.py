@@ -12,8 +12,7 @@ from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMembe
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """A complete set of slices that the remaining members still hold, and the member that sends
-    each one."""
+    """A complete set of slices that the remaining members still hold, and who sends each one."""
 
     membership: int
     """The membership at which the state was divided."""

@@ -101,8 +101,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of a run so far. `average_losses` has no phases without a loss, such as
-    PREDICT."""
+    """Statistics of a run so far. `average_losses` lacks phases without a loss, such as PREDICT."""
 
     counts: Counts
     cycles: int

@@ -157,8 +157,7 @@ def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
 
 
 def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
-    """Return a one-way message's median seconds; 0 on the higher rank. The lower one sends
-    first."""
+    """Return a one-way message's median seconds; 0 on the higher rank. The lower sends first."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)
     requests = [_address(lane, pass_number, 2 * i, low, high) for i in numbers]

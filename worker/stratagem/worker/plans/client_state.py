@@ -286,8 +286,7 @@ def correction(base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[st
 def control_moved(
     base: Mapping[str, Tensor], own: Mapping[str, Tensor], done: ClientRound
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (c_k after the round, Δc). If all its steps had learning rate zero, the client keeps
-    its c_k."""
+    """Return (c_k after the round, Δc). c_k stays if all learning rates were zero."""
     moved, changed = {}, {}
     for name in _names(base):
         before, param = own[name], name.removeprefix(CONTROL)

@@ -68,8 +68,7 @@ DESERTED_S: Final = 5.0
 
 
 class Key(NamedTuple):
-    """The key of a plan in its session: (lineage, segment, kind); keys of later plans are
-    greater."""
+    """The key of a plan in its session: (lineage, segment, kind); later plans have greater keys."""
 
     lineage: int
     segment: int

@@ -191,11 +191,11 @@ class StepHistory:
 
 
 class ClientHistory:
-    """Records and sends the steps of a client in a round, if the job asks for it. Used by the torch
+    """Records and sends the steps of a client in a round, if the job asks for it. For the torch
     thread."""
 
     def __init__(self, work: ExecutionContext, num_steps: int | None) -> None:
-        """Begin to record. num_steps: the number of steps of a round; None if it is not known in
+        """Begin to record. num_steps: the number of steps of a round; None: not known in
         advance."""
         recording, strategy = work.job.recording, work.job.strategy
         self._recorder: Recorder | None = None

@@ -44,8 +44,7 @@ LONGEST_PAUSE_S: Final = 1.0
 LOOKS: Final = 8
 """Minimum number of checks within each limit."""
 HUNG: Final = 10
-"""The multiple of the limit for which the event loop may stand still before the stacks are
-written."""
+"""The stacks are written if the event loop stands still for this multiple of the limit."""
 REARM_S: Final = 5.0
 """Minimum seconds between two restarts of the timer that writes the stacks."""
 _EVENT_LOOP: Final = "MainThread"

@@ -334,7 +334,7 @@ class LeafHasher:
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
-        """Cut the state into leaves. known: the previous snapshot's digests. found: receives this
+        """Cut the state into leaves. known: the previous snapshot's digests. found: gets this
         state's."""
         self._glimpsing, self._base_digests, self._new_digests = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)

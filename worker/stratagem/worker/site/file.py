@@ -375,8 +375,7 @@ _WINDOW: Final = re.compile(
     r"(?P<days>\w{3}(-\w{3})?(,\w{3}(-\w{3})?)*)( (?P<begin>\d\d:\d\d)-(?P<end>\d\d:\d\d))?"
 )
 _WHOLE_WEEK: Final = timedelta(days=8)
-"""The look-ahead for the end of a window: a window that stays open for longer counts as always
-open."""
+"""The look-ahead for a window's end: one that stays open for longer counts as always open."""
 _MIDNIGHT: Final = time()
 
 

@@ -127,8 +127,8 @@ class UpdateReceived(Value):
     traffic: Mapping[str, int] = {}
     """Bytes of this update, by kind: "sent_bytes" and, with a codec, "uncompressed_bytes"."""
     metrics: Mapping[str, Number] = {}
-    """The "train.max_grad_norm" of the client's steps; "train.skipped_steps" if steps may be
-    skipped."""
+    """The "train.max_grad_norm" of the client's steps; if steps may be skipped,
+    "train.skipped_steps"."""
     num_steps: int = 0
     """The number of steps of the client; 0 in journals of early versions."""
     loss_before: float | None = None

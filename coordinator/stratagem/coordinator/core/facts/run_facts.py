@@ -366,8 +366,7 @@ class SegmentCommitted(Value):
 
 
 class UploadDue(Value):
-    """These workers, in order of rank, must upload the parts of the last commit that they alone
-    have."""
+    """These workers, in order of rank, must upload the parts of the commit that they alone have."""
 
     party: Party
     segment: int
@@ -457,8 +456,7 @@ class Noted(Value):
     reason: str = ""
     segment: int = 0
     digest: Digest = Digest("")
-    """The digest of a state, of any nested party, that becomes the run's commit for this
-    segment."""
+    """The state, of any nested party, that becomes the run's commit for this segment."""
     step: int = 0
     metrics: Mapping[str, Number] = {}
     by_policy: bool = False

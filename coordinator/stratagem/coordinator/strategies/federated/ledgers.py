@@ -139,8 +139,8 @@ class RowLedger:
     num_asked: Mapping[int, int] = field(default_factory=dict)
     """The number of rounds opened with each client, including rounds undone later."""
     spent: Mapping[int, RowsSpent] = field(default_factory=dict)
-    """The account of the spent budget that came with each client's newest update, keyed by
-    client."""
+    """The account that came with each client's newest update: the budget that its rows have
+    spent."""
     refused: frozenset[int] = frozenset()
     """The clients that have refused a round beyond their budget."""
 

@@ -116,8 +116,7 @@ def _opened(job: JobSpec, value: PartiesRun, region: int) -> Child:
 def pending(
     run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that are due for the round; regions train by effects of their own
-    parties."""
+    """Return the effects that are due for the round; regions have effects of their own."""
     effects = set[Effect]()
     for effect in due.pending(run_id, job, value.rounds, horizon):
         if isinstance(effect, AggregateRound):

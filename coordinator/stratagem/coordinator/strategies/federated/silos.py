@@ -306,8 +306,7 @@ def _based(job: JobSpec, value: PartiesRun, client: int, child: Child) -> Child:
 def pending(
     run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that are due for the round; clients train by the effects of their own
-    parties."""
+    """Return the effects that are due for the round; clients have effects of their own."""
     of_rounds = due.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
     for child in KIND.in_training(value).values():

@@ -310,7 +310,7 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
 def phase_of(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> tuple[RunPhase, str, str]:
-    """Return the run's phase, the strategy's phase (TRAINING once there is a state), and the
+    """Return the run's phase, the strategy's phase (TRAINING once it has a state), and the
     reason."""
     if not run.members:
         need = f"waiting for {shape.min_members} of {shape.num_shards} workers"

@@ -153,8 +153,7 @@ class SegmentRules:
     place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
     """The placement function of the party; None: any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
-    """A function of (job, run, world) that returns a sentence about the workers that `place` waits
-    for."""
+    """A function of (job, run, world): returns a sentence about the workers that `place` awaits."""
     upload_every: int = 1
     """The number of segments from one commit with all files of the members to the next."""
     is_sole_copy: bool = False
