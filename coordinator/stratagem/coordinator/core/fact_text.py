@@ -45,7 +45,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def _few_metrics(texts: Mapping[str, str]) -> str:
-    """Join the first texts, keyed by metric, and add the number of metrics left out."""
+    """Join the first few texts, keyed by metric, and add the number of the others."""
     names = sorted(texts, key=lambda name: (name not in _LOSSES, name))
     num_more = len(names) - MAX_METRICS
     more = [counted(num_more, "more metric")] if num_more > 0 else []

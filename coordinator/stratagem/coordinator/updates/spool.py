@@ -70,7 +70,7 @@ _ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
 
 @dataclass(frozen=True, slots=True)
 class SpoolRun:
-    """A submission of a run since its last return to an earlier commit; updates belong to one."""
+    """The identity of a run for its updates: its submission, and its returns to earlier commits."""
 
     run_id: RunId
     submission: str = ""

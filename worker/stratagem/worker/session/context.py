@@ -241,10 +241,10 @@ class ExecutionContext:
     def exchange_timeout_s(self) -> float:
         """Return the longest wait for another member inside a step.
 
-        Any step may compile new code, with the first batch of a shape, which takes minutes on a
-        busy machine. A dead or frozen member is detected by its connections and its lease, so only
-        a cut between living workers is detected later. Replicas that take local steps may differ by
-        the duration of each of them.
+        Any step may compile new code for the first batch of a shape, which takes minutes on a busy
+        machine. A dead or frozen member is detected by its connections and its lease, so only a cut
+        between living workers is detected later. Replicas wait for each other only after their
+        local steps, so each of these adds to the wait.
         """
         compiles = self.job.execution.mode != "Eager"
         timeout_s = self.host.exchange_timeout_s * (local_steps_of(self.job.strategy) or 1)

@@ -205,7 +205,8 @@ class StateStore:
     async def live(self, membership: int, wait_s: float) -> Frozen:
         """Wait for the state offered under a membership, and return it.
 
-        The caller's deadline and the members' checks end the wait, or UnavailableError.
+        Raises UnavailableError if there is none after wait_s; the caller's deadline may end the
+        wait earlier.
         """
         try:
             async with asyncio.timeout(wait_s):

@@ -155,7 +155,7 @@ class SegmentRules:
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
     """A function of (job, run, world): returns a sentence about the workers that `place` awaits."""
     upload_every: int = 1
-    """The number of segments from one commit with all files of the members to the next."""
+    """The number of segments from one commit that has all files of the members to the next one."""
     is_sole_copy: bool = False
     """True if parts of the state have only one copy, so that members can neither continue without a
     lost member nor repeat a failed step: any change of members, and any failed exchange, returns
