@@ -87,7 +87,7 @@ def list_runs(
 
 
 def _none_of(runs: Sequence[RunStatus]) -> str:
-    """Return the message that no run matches a filter, with the phases and strategies there are."""
+    """Return the message that no run matches a filter, with all runs' phases and strategies."""
     phases = ", ".join(sorted({str(run.phase) for run in runs}))
     strategies = ", ".join(sorted({run.strategy for run in runs}))
     return (

@@ -17,7 +17,7 @@ Input = tuple[str, str]
 """The key of an input of a run: the kind, and the party or client that the input belongs to."""
 RULES, NUM_ROWS, ROWS, ROSTER = "numerics rules", "number of rows", "rows", "roster"
 NUM_SAMPLES = "number of samples"
-"""The last of the kinds of inputs, which are named above."""
+"""One of the kinds of inputs, like the names above."""
 OF_MACHINES: Final = frozenset(
     {"memory", "crashed", "timeout", "keys_lost", "absent", "outside_window"}
 )
@@ -33,7 +33,7 @@ class ClaimPlace(NamedTuple):
     client: int | None = None
     """The number of the client that sent the update; None if the claim is about a state."""
     after: int = 0
-    """The step of the parent party's newest state; in each of its rounds, steps begin anew."""
+    """The step of the parent party's newest state; in each of its rounds, steps restart from 0."""
     kind: str = "state"
     """The kind of state: "state", the "average" of its parameters, or its "predictions"."""
 

@@ -237,8 +237,8 @@ class PopulationFolding:
         members[member] = replace(members[member], score=signed, is_scored=True)
 
     def _advance(self, copies: Mapping[int, Mapping[str, Any] | None]) -> None:
-        """Begin the next generation of these members. copies: the donor's state for members that
-        copy one, else None; all are from one snapshot of the population."""
+        """Begin the next generation of these members. copies: for each member, the donor's state
+        that it copies, else None; all are from one snapshot of the population."""
         newest = {m: self.records[number - 1][m].now for m, number in self.newest.items()}
         for member, copied in copies.items():
             generation = self.newest[member] + 1

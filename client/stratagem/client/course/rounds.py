@@ -172,9 +172,9 @@ class RoundsFolding:
         self._changed: set[int] = set()
         """The indices of rounds in `_rounds` whose `clients` are not up to date."""
         self._num_packed, self._names = 0, SharedWords()
-        """The number of oldest rounds whose clients are only kept packed; words that they share."""
+        """The number of oldest rounds that are only kept packed; the words that they share."""
         self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
-        """The totals and durations of the packed rounds; whether these are out of date."""
+        """The totals and durations of the packed rounds; whether these must be computed again."""
 
     @property
     def rounds(self) -> tuple[Round, ...]:

@@ -292,8 +292,7 @@ class Worker:
     data_plane: str = ""
     """The encryption between it and other workers: "tls", "trusted" (none), or empty if unknown."""
     code_policy: str = ""
-    """The code that it accepts with jobs: "none", "signed", "digests", "any", or empty if
-    unknown."""
+    """The code that it accepts with jobs: "none", "signed", "digests", "any"; empty: unknown."""
     tunnelled: bool = False
     """The worker has no address of its own: the coordinator reaches it through the connections that
     the worker opened, and other workers cannot reach it."""

@@ -25,7 +25,7 @@ MAX_BOOKS: Final = 32
 MAX_DRAWINGS: Final = 8
 """The largest number of cached drawings per run; each is for one width and view."""
 MAX_ROWS: Final = 2048
-"""The largest number of rows per curve, more than a picture has columns."""
+"""The largest number of rows per curve; a picture has fewer columns of pixels."""
 HISTORY_S: Final = 2.0
 """The shortest time between two reads of the step history of an unfinished run."""
 PATIENCE_S: Final = 0.8
@@ -61,7 +61,7 @@ class RunBook:
         self._reader: asyncio.Task[None] | None = None
         self._run_read: ReportedRun | None = None
         self._history, self._num_returns = History(()), 0
-        """The step history as read, and the number of the run's returns to a commit until then."""
+        """The step history that was read, and how often the run had returned to a commit then."""
         self._history_s, self._history_index = -HISTORY_S, -1
         """The time of the last reading of the history, by this process's monotonic clock, and the
         index of the newest event then."""
@@ -197,8 +197,7 @@ class RunBooks:
         self._books: OrderedDict[str, RunBook] = OrderedDict()
 
     def watch(self, run_id: str) -> RunWatch:
-        """Return the watch of a run, existing or not. Raises InvalidInputError for an invalid
-        id."""
+        """Return the watch of any run id. Raises InvalidInputError for an invalid id."""
         return self._book(run_id).watch
 
     async def status(self, run_id: str) -> RunStatus:
@@ -216,8 +215,7 @@ class RunBooks:
     async def partial_runs(
         self, run_ids: Iterable[str], view: CurveView = WHOLE
     ) -> list[ReportedRun]:
-        """Return runs with the events read in time. Raises NotFoundError if a run does not
-        exist."""
+        """Return runs with the events read in time. Raises NotFoundError for an unknown run."""
         asked = (self._of(run_id, lambda book: book.shown(PATIENCE_S, view)) for run_id in run_ids)
         return list(await asyncio.gather(*asked))
 

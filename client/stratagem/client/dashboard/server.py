@@ -1,4 +1,4 @@
-"""Serve the page, in this process until it is stopped, or in a thread beside other work."""
+"""Serve the page, in this process until it is stopped, or in a thread alongside other work."""
 
 import logging
 import secrets

@@ -1,4 +1,4 @@
-"""Start a page, for the command that serves one and beside other work.
+"""Start a page, for the command that serves one and alongside other work.
 
 What serving needs is imported only if a page is wanted, because most commands serve none.
 """
@@ -23,7 +23,7 @@ ANY_PORT: Final = "127.0.0.1:0"
 def page_beside(
     coordinator: str, proof: Proof = PLAINTEXT, *, is_wanted: bool = True
 ) -> Iterator[None]:
-    """Context manager that serves a coordinator's page from this process, if wanted, and prints its
+    """Context manager that serves a coordinator's page from here, if wanted, and prints its
     address."""
     if not is_wanted:
         yield

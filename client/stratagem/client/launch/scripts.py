@@ -166,7 +166,7 @@ if __name__ == "__main__":
 
 
 def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
-    """Return the Ray program. cpus, gpus: of each worker. host: the host of the coordinator."""
+    """Return the Ray program. cpus, gpus: those of each worker. host: the coordinator's host."""
     words = launch.command_of("env")
     for name in ("--threads", "--max-readers"):  # Ray binds no process to its cores
         if not any(word.partition("=")[0] == name for word in words):

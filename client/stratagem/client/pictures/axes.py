@@ -188,7 +188,7 @@ def x_values(
     name: str = "",
     form: Callable[[float], str] = short,
 ) -> Iterable[str]:
-    """Yield a horizontal axis, its labels and name, which need `below(name)` pixels below the
+    """Yield a horizontal axis, its labels and name; they need `below(name)` pixels below the
     box."""
     yield element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, stroke="muted")
     for value in values:

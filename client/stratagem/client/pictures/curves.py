@@ -1,4 +1,4 @@
-"""Draw curves over steps: a line of last values in a band from minimum to maximum, and marks of
+"""Draw curves over steps: a line of last values in a band from minimum to maximum, with marks of
 events."""
 
 import math
@@ -140,8 +140,8 @@ def curve(  # noqa: PLR0913  (the options of a curve)
     log: bool = False,
     span: tuple[float, float] | None = None,
 ) -> Picture:
-    """Draw lines in one frame. unit: of the horizontal axis. span: the first and the last step of
-    the frame, by default those of the lines.
+    """Draw lines in one frame. unit: the unit of the horizontal axis. span: the first and the last
+    step of the frame, by default those of the lines.
 
     Rows in one column of pixels are merged into one, which keeps their least and greatest value.
     The line breaks where a value is not finite. A few values far from the others do not determine

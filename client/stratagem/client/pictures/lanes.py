@@ -169,8 +169,8 @@ def _in_rows(names: Sequence[str], bars: Sequence[Bar]) -> tuple[Sequence[str], 
 
 
 def _names(names: Sequence[str], box: Box, high: float) -> Iterator[str]:
-    """Yield the SVG of the lanes' labels: a centre line per lane, and the lane's name where it
-    fits. A lane without a name continues the lane above it."""
+    """Yield the SVG of the lanes' labels: a centre line per lane, and the lane's name if there is
+    room. A lane without a name continues the lane above it."""
     free = -math.inf
     for at, name in enumerate(names):
         middle = box.top + high * (at + 0.5)

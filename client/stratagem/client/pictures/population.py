@@ -235,7 +235,7 @@ def parallel_axes(
 def _headings(
     names: Sequence[str], xs: Sequence[float], apart: float, top: float, width: int
 ) -> tuple[list[str], int]:
-    """Return the SVG of the names above their axes, on as few lines as possible, and the lines'
+    """Return the SVG of the names above their axes, on as few lines as possible, and their
     number."""
     last = len(names) - 1
 

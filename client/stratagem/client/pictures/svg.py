@@ -1,5 +1,4 @@
-"""Write SVG elements with escaped text, fixed decimals and named colours; define finished
-pictures."""
+"""Write SVG elements with escaped text, fixed decimals and named colours; define pictures."""
 
 import base64
 import html

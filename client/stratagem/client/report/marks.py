@@ -14,8 +14,8 @@ from stratagem.client.pictures.svg import natural
 from stratagem.common.numerics.verification import Conclusion, share_of
 
 MAX_MARKS: Final = 4096
-"""The number of marks per kind and lane, more than a picture has columns. At twice as many, marks
-that are too close to be told apart are merged."""
+"""The number of marks per kind and lane, which is more than a picture has columns of pixels. At
+twice as many, marks that are too close to be told apart are merged."""
 MAX_LANES: Final = 12
 """The largest number of parties with lanes of their own; further parties share one lane."""
 _TRAINING: Final = "training"
@@ -180,7 +180,7 @@ class ChecksFolding:
         return sorted([*self._checks, *rest], key=lambda check: check.segment)
 
     def _open(self, segment: int, newest: int) -> str:
-        """Return the result of a segment without a decision. newest: the last segment with one."""
+        """Return the result of an undecided segment. newest: the last segment with a decision."""
         if share_of(self._seed, segment) >= self._sample:
             return "not chosen"
         return "not verified" if self._is_over or segment < newest else "waits"

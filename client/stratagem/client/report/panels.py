@@ -287,7 +287,7 @@ def unit_of(run: ReportedRun) -> str:
 
 def _marks(run: ReportedRun) -> list[CurveMark]:
     """Return marks for workers that joined or were lost, of the root party, each at the step that
-    the run had reached by then."""
+    the run had reached at that time."""
     marks: list[CurveMark] = []
     times = [time_s for time_s, _ in run.course.root.reached]
 

@@ -67,8 +67,7 @@ class PartyCourse:
         """The workers of the newest non-empty membership."""
         self.engine = ""
         self.num_segments = 0
-        """The number of finished segments; for a silo (a client that is a party), over all
-        rounds."""
+        """The number of finished segments; for a silo (a client that is a party), in all rounds."""
         self.failure = ""
         """The reason for the party's failure, as a sentence; empty if it has not failed."""
         self.reached: list[tuple[float, int]] = []
@@ -263,8 +262,7 @@ def progress_text(status: RunStatus) -> str:
 
 
 def worker_state(worker: Worker) -> str:
-    """Format the state of a worker, such as "alive", "quarantined, alive" or "lost, silent for
-    12 s"."""
+    """Format a worker's state, such as "alive", "quarantined, alive" or "lost, silent for 12 s"."""
     state = "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
     return f"quarantined, {state}" if worker.quarantine else state
 

@@ -83,8 +83,8 @@ Strategy = Mapping[str, Any]
 
 
 def strategy_of(run: ReportedRun, path: str) -> Strategy:
-    """Return the strategy of a party. Inside a custom strategy it is inferred from events, and may
-    be empty."""
+    """Return the strategy of a party. Inside a custom strategy it is inferred from events, or
+    empty."""
     strategy = run.strategy
     for _ in filter(None, path.split("/")):
         if strategy.get("type") == "Custom":

@@ -294,7 +294,7 @@ def replica_panels(run: ReportedRun) -> list[Panel]:
 def _of_parts(
     run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
 ) -> Iterator[Panel]:
-    """Yield the panel with this series of each node or replica. named: the panel's name, title."""
+    """Yield the panel with this series of each node or replica. named: its name and title."""
     parts = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in parts if len(series.step)]
     if not lines:

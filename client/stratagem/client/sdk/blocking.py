@@ -302,8 +302,8 @@ class RunResult:
 
     @property
     def schedule(self) -> tuple[Hyperparameters, ...]:
-        """Return all hyperparameters that this state was trained with, in order of step; empty
-        for a run that is no population."""
+        """Return all hyperparameters that this state was trained with, in order of step; empty for
+        a run that is not a population."""
         commit = self.status.commit()
         return commit.schedule if commit else ()
 
@@ -395,8 +395,7 @@ class LoopThread:
                 self.call(close())
 
     def close(self) -> None:
-        """Stop the loop and its thread; do nothing in a fork, as both belong to the parent
-        process."""
+        """Stop the loop and its thread; do nothing in a fork, as the parent process owns both."""
         if is_lost():
             return
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()

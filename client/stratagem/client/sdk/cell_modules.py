@@ -43,9 +43,9 @@ class CellModules:
         self._folder: Path | None = None
 
     def write(self, file: str, source: str) -> ModuleType:
-        """Write a module and import it anew, together with the session's modules that it imports.
+        """Write a module and import it again, together with the session's modules that it imports.
 
-        file: a name such as task.py or package/task.py. Raises what the cell raises.
+        file: a name such as task.py or package/task.py. Raises the errors of the module's code.
         """
         if not _FILE.fullmatch(file):
             raise InvalidInputError.at("file", f"{file[:80]!r} is not a name such as task.py")

@@ -111,8 +111,7 @@ class ExportedModel:
     """The largest difference between the outputs of the exported model and the original; 0 for
     formats that hold no code."""
     inputs: tuple[str, ...] = ()
-    """The exported model's inputs, such as "x float32[rows, 64]"; only the rows' number may
-    vary."""
+    """The exported model's inputs, such as "x float32[rows, 64]"; only the first size may vary."""
 
 
 async def export_model(

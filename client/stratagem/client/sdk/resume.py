@@ -120,8 +120,7 @@ _OTHERS: Final = "it decides the bits of the steps"
 
 
 def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
-    """Raise InvalidInputError with every field that differs from the resumed run's job and may
-    not."""
+    """Raise InvalidInputError with the fields that differ from the resumed run and may not."""
     before = JobSpec.parse(earlier)
     changed = _changed(before.document(), job.document())
     violations = [violation for violation in map(_violation, changed) if violation is not None]

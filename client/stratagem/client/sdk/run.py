@@ -135,8 +135,7 @@ class AsyncRun:
                 is_over = (await self.status()).phase.is_final
 
     async def rounds(self, party: str = "") -> tuple[Round, ...]:
-        """Return the rounds of a federation so far. party: path of a federation inside another
-        strategy."""
+        """Return the rounds of a federation so far. party: the path of a nested federation."""
         return course_rounds(await self.events(), party)
 
     async def clients(self, party: str = "") -> tuple[FederatedClient, ...]:

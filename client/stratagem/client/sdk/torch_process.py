@@ -96,7 +96,8 @@ def ask(
     complain: Callable[[str], None] = lambda _: None,
     **asked: Any,
 ) -> dict[str, Any]:
-    """Answer one question about a job in a subprocess; raise what the question raises there.
+    """Answer one question about a job in a subprocess; raise the errors that it raises in the
+    subprocess.
 
     import_path: folders with the user's modules, by default the current folder and that of the job
     file. tell: is given findings before the answer. complain: is given sentences about what takes
@@ -128,8 +129,8 @@ def ask(
 def _exchange(
     request: str, tell: Callable[[Mapping[str, Any]], None], complain: Callable[[str], None]
 ) -> tuple[Mapping[str, Any] | None, int, str]:
-    """Run the subprocess with a request; return its reply, its exit code, and the last line of its
-    stderr."""
+    """Run the subprocess with a request; return its reply, its exit code, and its last stderr
+    line."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(
@@ -321,8 +322,8 @@ def recommend(
 ) -> Recommendation:
     """Recommend a precision, gradient settings and parallelism for the memory of the workers.
 
-    workers: of a coordinator, as from `Client.workers()`. They give the memory and the number of
-    workers, unless these are passed, and the names for a pipeline.
+    workers: the workers of a coordinator, as from `Client.workers()`. They determine the memory and
+    the number of workers, unless these are passed, and the names for a pipeline.
     """
     asked: dict[str, Any] = {
         "memory_bytes": memory_bytes,
@@ -406,10 +407,11 @@ def check_job(
 ) -> list[Finding]:
     """Return the findings about a job; those of level FAIL are faults. Nothing is submitted.
 
-    job: as for `Client.submit`, or a function that reads it. workers: of the coordinator that will
-    run it. device: cpu or cuda, by default what this machine has. import_path: folders with the
-    user's modules, by default the current folder and that of the job file. tell: is given each
-    finding as it is made. complain: is given sentences about what takes long.
+    job: as for `Client.submit`, or a function that reads it. workers: the workers of the
+    coordinator that will run the job. device: cpu or cuda, by default what this machine has.
+    import_path: folders with the user's modules, by default the current folder and that of the job
+    file. tell: is given each finding as it is made. complain: is given sentences about what takes
+    long.
     """
     findings: list[Finding] = []
 

@@ -54,8 +54,7 @@ class PackedData:
 
 
 def pack(data: InlineData) -> PackedData:
-    """Pack the splits of inline data as one blob. Raises InvalidInputError naming data that cannot
-    be sent."""
+    """Pack the splits of inline data as one blob. Raises InvalidInputError for wrong data."""
     named = {
         name: value if _is_torch(value) else _plain(name, value) for name, value in _named(data)
     }

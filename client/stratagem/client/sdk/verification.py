@@ -47,7 +47,8 @@ from stratagem.v1 import coordinator_pb2 as pb
 OnClaim = Callable[[Claim, Claim], None]
 """A function that is given each compared claim of the run, and the second execution's claim."""
 MIN_RETENTION: Final = 4
-"""The least number of commits that a verifying run keeps: it stops some after a difference."""
+"""The least number of commits that a verifying run keeps, since it stops only after a
+difference."""
 
 
 @dataclass(frozen=True, slots=True)

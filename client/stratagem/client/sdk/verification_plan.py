@@ -66,9 +66,9 @@ def stretches(steps: Iterable[int], stored: Mapping[int, int]) -> list[Stretch]:
 
 
 def root_steps(claims: RunClaims) -> dict[ClaimPlace, int]:
-    """Return, for the place of each claim, the step up to which a run must be computed to reach it:
-    that of the next state of the whole run, or of its last state if none follows. For claims about
-    the whole run, and if it has no states, this is the step of the place."""
+    """Return, for the place of each claim, the step up to which a run must be computed to make the
+    claim. For claims about a part of the run it is the step of the next state of the whole run, or
+    of its last state if none follows; otherwise it is the step of the place itself."""
     steps: dict[ClaimPlace, int] = {}
     has_root, following = any(place.is_root_state for place in claims.by_place), claims.last_step
     for place in reversed(claims.by_place):
@@ -122,8 +122,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def kept_states(job: JobSpec, status: RunStatus) -> dict[int, int]:
-    """Return the segment of each stored state that a verifying run may begin with, keyed by
-    step."""
+    """Return the segment of each stored state with which a verifying run may begin, by step."""
     options = getattr(job.strategy, "options", None)
     is_whole = getattr(options, "local_steps", None) is None and job.hyperparameter_schedule is None
     if not isinstance(job.strategy, RESUMABLE) or not is_whole:

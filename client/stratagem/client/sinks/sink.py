@@ -62,7 +62,7 @@ class Cursor:
     steps: Mapping[str, int] = field(default_factory=dict)
     """The last step that the sink has of each series, keyed by name."""
     size: int = 0
-    """The size in bytes of the sink's file up to this position; 0 if it is no file."""
+    """The size in bytes of the sink's file up to this position; 0 if it is not a file."""
 
 
 class Sink(Protocol):
@@ -75,7 +75,7 @@ class Sink(Protocol):
         ...
 
     def restart(self) -> Cursor:
-        """Drop as much as possible, because the run went back to an earlier step; return the new
+        """Drop as much as possible, because the run returned to an earlier step; return the new
         cursor."""
         ...
 

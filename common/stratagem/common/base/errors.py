@@ -232,7 +232,8 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 
 def sole(error: BaseException) -> BaseException:
-    """Return a group's first exception if all of them say the same; otherwise the group itself."""
+    """Return the first exception of a group if all its exceptions have the same type and message;
+    otherwise the group itself."""
     causes = leaves(error)
     same = {(type(leaf), str(leaf)) for leaf in causes}
     return causes[0] if len(same) == 1 else error

@@ -111,8 +111,8 @@ class WatchedFiles(Generic[T]):
         unusable: str,
         renewed: str = "",
     ) -> None:
-        """Read the files. `read` raises InvalidInputError, which is passed on here. unusable and
-        renewed: the messages to log when changed files cannot, or can, be used."""
+        """Read the files. `read` parses them; an InvalidInputError that it raises is passed on.
+        unusable and renewed: the messages to log when changed files cannot, or can, be used."""
         self._paths, self._read = tuple(paths), read
         self._unusable, self._renewed = unusable, renewed
         self._seen = self._stamp()

@@ -12,8 +12,8 @@ class Backoff:
     random in its upper half, so that peers cut off together do not return at once."""
 
     def __init__(self, first_s: float, last_s: float, *, least: float = 0.5) -> None:
-        """Begin with pauses of up to first_s. least: the share of its limit that a pause has at
-        least; 0 gives the most jitter."""
+        """Begin with pauses of up to first_s. least: the shortest pause as a fraction of its limit;
+        0 gives the most jitter."""
         self._first_s, self._last_s, self._least = first_s, last_s, least
         self._limit_s = first_s
 

@@ -1,6 +1,4 @@
-"""Parse spans of time and amounts of bytes as people write them in settings: 30s, 10m, 8GB,
-512MiB.
-"""
+"""Parse durations and amounts of bytes as people write them in settings: 30s, 10m, 8GB, 512MiB."""
 
 import re
 from typing import Annotated, Final

@@ -1,8 +1,8 @@
 """Pack the files of a folder as a code bundle: one zip in one canonical form, named by its digest.
 
-Equal files make equal bytes: names in order, stored and not compressed, dated 1980, readable by
-all. Readers of a bundle accept no other form, so an archive cannot hold anything besides its
-files: no links, no names outside of the folder, nothing that grows while it is read. The archive
+Equal files give equal bytes: entries are sorted by name, uncompressed, dated 1980 and readable by
+everybody. Readers of a bundle accept no other form, so an archive cannot hold anything besides its
+files: no links, no names outside of the folder, no entry that expands while it is read. The archive
 travels as a blob that holds one tensor of bytes; the digest of the bundle is that of the blob.
 """
 
@@ -35,7 +35,8 @@ _DATE: Final = (1980, 1, 1, 0, 0, 0)
 _MODE: Final = stat.S_IFREG | 0o444
 _LIST_ENTRY_BYTES: Final = 46
 _ENTRY_BYTES: Final = 30 + _LIST_ENTRY_BYTES
-"""The bytes that a zip archive needs per file beside content and name (which is there twice)."""
+"""The bytes that a zip archive needs per file in addition to the content and the name, which it
+stores twice."""
 _END: Final = struct.Struct("<4s4H2LH")
 """The end-of-archive record of a zip file."""
 _END_SIGNATURE: Final = b"PK\5\6"
@@ -108,7 +109,7 @@ def check_size(sizes: Mapping[str, int]) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise InvalidInputError for the first name that is no relative path with "/" between its
+    """Raise InvalidInputError for the first name that is not a relative path with "/" between its
     parts, or that some file system would confuse with another name."""
     places: dict[str, tuple[str, bool]] = {}
     for name in names:

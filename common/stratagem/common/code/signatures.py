@@ -1,6 +1,5 @@
-"""Signatures of digests by Ed25519: of code bundles, by their reviewer, and of certificates.
-
-A worker that requires signatures has a file with the public keys that it trusts, in PEM form.
+"""Ed25519 signatures of digests: those of code bundles, which a reviewer signs, and those of
+certificates.
 """
 
 from pathlib import Path
@@ -49,8 +48,8 @@ def _signed_bytes(digest: str, purpose: str) -> bytes:
 
 
 def sign(digest: str, private: Path, purpose: str = CODE) -> str:
-    """Return the hex signature of a digest. Raises InvalidInputError for a file that is no private
-    Ed25519 key, or that others may read."""
+    """Return the hex signature of a digest. Raises InvalidInputError for a file that is not a
+    private Ed25519 key, or that others may read."""
     check_private("--key", private)
     try:
         key = load_pem_private_key(private.read_bytes(), password=None)
@@ -82,7 +81,7 @@ def read_public_keys(path: Path) -> tuple[Ed25519PublicKey, ...]:
 def is_signed(
     digest: str, signature: str, keys: tuple[Ed25519PublicKey, ...], purpose: str = CODE
 ) -> bool:
-    """Return whether the signature is that of one of these public keys for this digest."""
+    """Return whether one of these public keys verifies this signature of the digest."""
     for key in keys:
         try:
             key.verify(bytes.fromhex(signature), _signed_bytes(digest, purpose))

@@ -124,7 +124,8 @@ class LowRank(OneByOne):
         return (values - np.float32(0.5)).reshape(matrix.rank, matrix.num_columns)
 
     def _revived(self, matrix: _Matrix, basis: FloatArray, key: int) -> FloatArray:
-        """Replace rows of Q that a zero gradient made zero by random ones; else they stay zero."""
+        """Replace rows of Q that a zero gradient made zero by random ones; otherwise they would
+        stay zero."""
         if all(column.any() for column in basis):
             return basis
         fresh = self._start(matrix, key)

@@ -159,8 +159,7 @@ def update_codec(
 
 
 def update_key(job: JobSpec, round_num: int, client: int) -> int:
-    """Return the random key for coding a client's update: unique, but the same in a repeated
-    round."""
+    """Return the random key for coding a client's update: unique, but stable over repetitions."""
     assert job.compression is not None
     seed = job.seed if job.compression.seed is None else job.compression.seed
     return derive(seed, round_num, client)

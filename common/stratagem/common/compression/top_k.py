@@ -1,7 +1,8 @@
-"""top_k: the k largest values by magnitude and their places; the rest is dropped.
+"""top_k: the k largest values by magnitude and their indices; all other values are dropped.
 
-Biased, so it wants error feedback (https://arxiv.org/abs/1809.07599). Of equal magnitudes the
-earlier element is kept. Places ascend; they are a bitmap where that is smaller than numbers.
+The codec is biased, so it needs error feedback (https://arxiv.org/abs/1809.07599). Of equal
+magnitudes the earlier element is kept. The indices ascend; they are encoded as a bitmap where that
+is smaller than a list of numbers.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""vsa: all tensors in one vector of d places, by a vector symbolic architecture.
+"""vsa: all tensors in one vector of d components (places), by a vector symbolic architecture.
 
 Each tensor is sketched to d places with hashed signs and permutations (a count sketch, as in
 FetchSGD, https://arxiv.org/abs/2007.07682), bound to a key of ±1 that belongs to its name, and
@@ -9,8 +9,8 @@ of its direction, so error feedback cannot diverge. Signs and places change with
 later payload shows what an earlier one could not.
 
 A tensor that is small beside the others would be lost in their noise, so the smallest tensors,
-which together have at most a quarter of the places, are sent uncoded beside the bundle of the
-others. Where the payload would not be smaller than the tensors, all are sent uncoded.
+which together have at most a quarter of the places, are sent uncoded in addition to the bundle of
+the others. Where the payload would not be smaller than the tensors, all are sent uncoded.
 """
 
 from collections.abc import Sequence
@@ -132,8 +132,8 @@ def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
 
 
 def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> frozenset[int]:
-    """Return the indices of the small tensors that are sent uncoded beside the bundle (the sum of
-    the sketches); none under the numerics rules number 1."""
+    """Return the indices of the small tensors that are sent uncoded in addition to the bundle (the
+    sum of the sketches); none under the numerics rules number 1."""
     if numerics < 2:
         return frozenset()
     room = PLAIN_SHARE * dimension_fraction * sum(spec.numel for spec in layout)
@@ -237,7 +237,8 @@ class Vsa:
         """Return None, as all tensors share one payload, the bundle."""
 
     def decoder(self, place: int, read: Read) -> None:
-        """Return None: a hash places each element, so every element needs the whole payload."""
+        """Return None: every element depends on the whole payload, so it cannot be decoded in
+        windows."""
 
     @np.errstate(over="ignore", invalid="ignore")  # the caller checks the sum
     def _bundled(self, tensors: Sequence[FloatArray], key: int) -> FloatArray:

@@ -1,6 +1,4 @@
-"""Record the steps of a segment, pack rows for the wire and the database, and encode stage
-actions.
-"""
+"""Record the steps of a segment, pack rows for storage and the wire, and encode stage actions."""
 
 import json
 import re
@@ -291,7 +289,8 @@ def _check(columns: Columns, starts: Sequence[int]) -> None:
 PREFIX: Final = "action."
 """The name prefix of all series that report stage actions."""
 MAX_ACTIONS: Final = 64
-"""The largest number of reported actions per stage: 3 values each, within a party's series."""
+"""The largest number of reported actions per stage. Each has 3 series, which count towards the
+party's MAX_SERIES."""
 MIN_WAIT_S: Final = 1e-5
 """The shortest wait that is reported; a shorter one is only the time that checking takes."""
 NONE: Final = -1
@@ -324,8 +323,8 @@ def party_of_stage(stage: int) -> str:
 
 
 def is_of_newest_segment(party: str) -> bool:
-    """Return whether a party is one of those that hold pipeline stages' actions; of their rows only
-    those of the newest segment are kept."""
+    """Return whether a party holds the actions of a pipeline stage. Of such parties only the rows
+    of the newest segment are kept."""
     return party.rpartition("/")[0].rpartition("/")[2] == _PARTY
 
 

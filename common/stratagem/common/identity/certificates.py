@@ -387,7 +387,7 @@ def _valid(days: int | None) -> timedelta | None:
 def _named(
     workers: Sequence[str], pools: Sequence[str], clients: Sequence[str]
 ) -> list[tuple[Role, str]]:
-    """Return the (role, name) of each certificate to make. Raises InvalidInputError for an invalid
+    """Return the (role, name) of each certificate to make. Raises InvalidInputError for a bad
     name."""
     return [
         *((Role.WORKER, check_worker_id(worker)) for worker in workers),

@@ -141,7 +141,7 @@ def check_units(job: Any) -> Iterator[Violation]:
 
 
 def check_followed(job: Any) -> Iterator[Violation]:
-    """Yield an error if early stopping or a plateau follows a metric without measurement or
+    """Yield an error if early stopping or a plateau follows an unmeasured metric, or has no
     mode."""
     evaluation, optimizer = job.evaluation, job.optimizer
     if evaluation is None:
@@ -165,7 +165,8 @@ def check_followed(job: Any) -> Iterator[Violation]:
 
 
 def check_settings(job: Any) -> Iterator[Violation]:
-    """Yield an error if a setting of the hyperparameter schedule ends at a step without commit."""
+    """Yield an error if a setting of the hyperparameter schedule ends at a step after which the run
+    does not commit."""
     schedule, num_steps = job.hyperparameter_schedule, job.num_steps
     if schedule is None or num_steps is None or (schedule.last_step or 0) > num_steps:
         return

@@ -34,12 +34,13 @@ _BIASED: Final = frozenset({"ternary", "top_k", "low_rank", "vsa"})
 class CompressionSpec(Section):
     """A codec and its options. Bare text is the codec's name.
 
-    error_feedback: keep what a payload did not carry and add it to the next one; unless set, for
-    codecs that are biased. block: elements with a scale of their own; of int8 the whole tensor
-    unless given, of int4 128. threshold_fraction: of mean |x|. k_fraction: of the elements.
-    dimension_fraction: places of the sketch per element. consensus_step_size: under Decentralized,
-    how far a node goes toward its neighbours' public copies; by codec unless set. seed: of random
-    choices; that of the job unless given.
+    error_feedback: add what a payload did not carry to the next one; by default only for biased
+    codecs. block: the number of elements that share a scale; by default the whole tensor for int8,
+    128 for int4. threshold_fraction: the threshold as a fraction of mean |x|. k_fraction: the
+    fraction of the elements that is kept. dimension_fraction: the places of the sketch per element.
+    consensus_step_size: under Decentralized, how far a node moves toward its neighbours' public
+    copies; the default depends on the codec. seed: the seed of random choices; by default that of
+    the job.
     """
 
     codec: Literal["none", "fp16", "bf16", "int8", "int4", "ternary", "top_k", "low_rank", "vsa"]
@@ -86,7 +87,7 @@ class CompressionSpec(Section):
 
     @property
     def consensus_step(self) -> float:
-        """Return the consensus step size; by default, the less a payload carries, the smaller."""
+        """Return the consensus step size; by default, it is smaller the less a payload carries."""
         if self.consensus_step_size is not None:
             return self.consensus_step_size
         match self.codec:

@@ -50,7 +50,7 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
 
 
 def seed_of(name: str) -> int:
-    """Return a seed, valid for torch, for the named part of a job; different names give independent
+    """Return a seed, valid in torch, for a named part of a job; different names give independent
     seeds."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
 

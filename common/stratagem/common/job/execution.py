@@ -1,8 +1,8 @@
-"""Define how a job is computed as one value: mode, gradients, precision, memory, parallelism.
+"""Define, as one value, how a job is computed: mode, gradients, precision, memory, parallelism.
 
-The value says what is wanted; whether this installation can do it is decided where it is done. A
-preset is only a short way to write the fields: it dissolves into them when the section is read, so
-that two sections which mean the same are equal.
+The value says what is requested; whether an installation supports it is checked where it is
+applied. A preset only abbreviates other fields: it is expanded when the section is read, so that
+two sections with the same meaning are equal.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from stratagem.common.schema.document import Count, DocumentValue, OneKey, Secti
 from stratagem.common.schema.rules import rule
 
 MAX_LOCAL_WORKERS: Final = 8
-"""The most workers that `Automatic` counts as before it has been resolved."""
+"""The largest number of workers that `Automatic` stands for before it has been resolved."""
 
 
 class Checkpointed(DocumentValue):
@@ -137,15 +137,14 @@ PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
 
 
 class ExecutionSpec(Section):
-    """Settings of how each worker computes. What is not set is the plain way: eager, in the dtypes
-    that the model is built with, all gradients.
+    """Settings of how each worker computes. The defaults are the plain way: eager, in the dtypes
+    with which the model was built, with all gradients.
 
     precision: converts the model and its rows: Full to float64, Single to float32, Mixed to float32
-    with 16-bit products, Half to float32 that is computed in 16 bits.
-    amp_dtype: the 16-bit numbers of Mixed and Half, bfloat16 unless set; float16 goes with a
-    loss scale that moves.
-    deterministic: the same bits each time. preset: fields to begin from; those given win. It is
-    always None once read.
+    with 16-bit products, Half to float32 that is computed in 16 bits. amp_dtype: the 16-bit type of
+    Mixed and Half, by default bfloat16; float16 uses a dynamic loss scale. deterministic: compute
+    the same bits each time. preset: a name for defaults of the other fields, which explicit fields
+    override; always None in a section that was read.
     """
 
     mode: Mode = "Eager"
@@ -174,7 +173,7 @@ class ExecutionSpec(Section):
             yield Violation("amp_dtype", text)
 
     def with_changes(self, **changes: Any) -> Self:
-        """Return a copy with fields set, checked as a whole; a preset sets the fields it names."""
+        """Return a copy with these fields set, validated as a whole; a preset sets its fields."""
         return super().with_changes(**{**PRESETS.get(changes.get("preset", ""), {}), **changes})
 
     @property
@@ -194,7 +193,7 @@ class ExecutionSpec(Section):
 
     @property
     def num_workers(self) -> int:
-        """Return the number of workers asked for; if Automatic, one per core, up to 8."""
+        """Return the requested number of workers; for Automatic one per core, up to 8."""
         match self.parallelism:
             case "None":
                 return 1
@@ -235,10 +234,14 @@ def _text(value: Gradient | Parallelism) -> str:
 
 
 class AccumulationSpec(Section):
-    """micro_batch_size: rows, the last micro-batch may have fewer; or steps: how many micro-batches
-    a full share is cut into, sizes differing by at most one. Without either, a share is computed at
-    once. normalize: mean divides by the weight, sum does not. non_finite: what a loss or gradient
-    that is no finite number does to its step."""
+    """Settings of gradient accumulation. A worker's share of a batch is computed at once unless one
+    of the first two fields cuts it into micro-batches.
+
+    micro_batch_size: the rows of each micro-batch, of which the last may have fewer. steps: the
+    number of micro-batches per full share; their sizes differ by at most one. normalize: "mean"
+    divides the sum of the gradients by the weight, "sum" does not. non_finite: what happens to a
+    step whose loss or gradient is not finite.
+    """
 
     micro_batch_size: Count | None = None
     steps: Count | None = None

@@ -34,7 +34,7 @@ _SPELLING: Final = re.compile(r"([1-9][0-9]{0,17}) (epoch|step|round|generation)
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Each time that `count` units have passed."""
+    """An interval: once every `count` units."""
 
     count: int
     unit: Unit
@@ -76,7 +76,7 @@ LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The names of the built-in losses, each with its keyword arguments."""
 RETURNED: Final = "model"
-"""The loss name for a model whose forward itself returns the loss beside its outputs."""
+"""The loss name for a model whose forward itself returns the loss along with its outputs."""
 FROM_LOSS: Final = ("loss", "perplexity")
 """Metrics that can be computed from the loss alone."""
 METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")
@@ -109,7 +109,7 @@ def check_loss_kwargs(name: str, kwargs: Mapping[str, Any]) -> Iterator[Violatio
 # such as `test.accuracy.client_p10` beside `test.accuracy`.
 
 CLIENT_MEAN: Final = "client_mean"
-"""The suffix of a metric's mean over clients, for metrics that are no sums over rows."""
+"""The suffix of a metric's mean over clients, for metrics that are not sums over rows."""
 CLIENT_MIN: Final = "client_min"
 CLIENT_MAX: Final = "client_max"
 SHARES: Final[Mapping[str, float]] = {
@@ -155,10 +155,11 @@ Mode: TypeAlias = Literal["max", "min"]
 
 
 class StopSpec(Section):
-    """The end of a training after `patience` evaluations in a row without an improvement.
+    """Early stopping: the training ends after `patience` evaluations in a row without an
+    improvement.
 
-    metric and mode: those of evaluation.best unless set. min_delta: an improvement is a value that
-    is better than the best one so far by more than this.
+    metric and mode: by default those of evaluation.best. min_delta: a value is an improvement only
+    if it is better than the best one so far by more than this.
     """
 
     metric: str | None = None
@@ -180,8 +181,8 @@ _OWNERS = {
 
 
 class OrderSpec(Section):
-    """The order of the training rows in each epoch: one of ours by name, or an entry point. Bare
-    text is either."""
+    """The order of the training rows in each epoch: a built-in order by name, or an entry point.
+    Bare text is read as either."""
 
     by: Literal["shuffle", "sequential", "weighted", "bucketed"] | None = None
     entrypoint: EntrypointName | None = None

@@ -18,7 +18,7 @@ from stratagem.common.job.job import JobSpec
 from stratagem.common.schema.json import JSON, check_json, item_of, load_json, no_item
 
 _OF_THE_USER: Final = frozenset({"kwargs", "config"})
-"""The keys of mappings whose content is for the user's code; it has no defaults of ours."""
+"""The keys of mappings whose content is for the user's code and has no built-in defaults."""
 _SHORT_FORMS: Final = {
     "code": ("path", "path"),
     "loss": ("name", "entrypoint"),

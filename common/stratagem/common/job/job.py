@@ -62,15 +62,15 @@ _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"
 class JobSpec(Section):
     """A validated job. `batch_size` is the global batch of one step.
 
-    Nothing in it can be changed, at any depth: it is shared by all that read the same text.
+    It is immutable at every depth, because all callers that parse the same text share it.
 
     A job whose execution computes no gradients trains nothing: it evaluates one state, has no
     optimizer, and its batches are those of the evaluation. step: an entry point (model, batch) that
-    computes what is minimised, in place of loss; predict: one that returns (output, target) for
-    metrics; turns: several optimizers, which take turns within each step. hyperparameter_schedule:
-    fields that change during the training, such as those of a population's winner.
-    placement_timeout_s: how long the run may be without workers before it fails; no limit unless
-    set.
+    computes the value to minimise, in place of `loss`. predict: an entry point that returns
+    (output, target) for metrics. turns: several optimizers, which take turns within each step.
+    hyperparameter_schedule: fields that change during the training, such as those of a population's
+    winner. placement_timeout_s: the time after which a run without workers fails; by default there
+    is no limit.
     """
 
     name: Annotated[Name, Field(examples=["my-run"])]

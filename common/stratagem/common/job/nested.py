@@ -1,13 +1,13 @@
 """Reduce nested strategies of a job to the one strategy that is carried out.
 
-`flat` turns groups of replicas inside replicas into the replicas of one flat strategy. A tree of
-additions group by group would give other bits; which process adds what is a matter of the
-exchange, not of the sum.
+`flat` turns groups of replicas inside replicas into the replicas of one flat strategy. Adding group
+by group would give other bits; which process adds which shards is decided by the exchange and does
+not change the sum.
 
-`effective` gives a subgraph without a strategy that of the graph around it. A subgraph with
-another strategy must hold all that is trained; its strategy then runs inside the outer one,
-exactly as if it stood in the outer one's `options.inner`. Stages of a pipeline that are all
-replicated alike are replicas of the whole pipeline. Other mixes are refused.
+`effective` gives a subgraph without a strategy the strategy of the enclosing graph. A subgraph with
+another strategy must hold all that is trained; its strategy then runs inside the outer one, exactly
+as if it stood in the outer one's `options.inner`. Stages of a pipeline that are all replicated
+alike are replicas of the whole pipeline. Other mixes are refused.
 """
 
 from collections.abc import Iterator
@@ -134,8 +134,7 @@ def _groups(graph: GraphSpec, path: str) -> Iterator[tuple[str, SubgraphSpec, Da
 def _group_of_all(
     stages: list[tuple[str, SubgraphSpec, DataParallel]], graph: GraphSpec
 ) -> DataParallel:
-    """Return the DataParallel strategy that all stages of a pipeline share; raise if they
-    differ."""
+    """Return the DataParallel strategy that all stages of a pipeline share; raise otherwise."""
     first, _, group = stages[0]
     inside = {id(node) for _, sub, _ in stages for node in _trained(sub.graph)}
     outside = [node.id for node in _trained(graph) if id(node) not in inside]
@@ -171,7 +170,8 @@ def _around(strategy: Any, inner: Strategy) -> Strategy:
 def _within(
     whole: Strategy, current: Strategy, graph: GraphSpec, root: GraphSpec, path: str
 ) -> Strategy:
-    """Return `whole` with all subgraphs' strategies nested in it. current: that of `graph`."""
+    """Return `whole` with the strategies of all subgraphs nested in it. current: that of
+    `graph`."""
     for sub in graph.subgraphs:
         place = f"{path}.subgraphs.{sub.id}"
         wanted = sub.graph.training_strategy

@@ -1,6 +1,7 @@
 """This module defines the sections `optimizer`, `weight_average` and `turns` of a job.
 
-The sections check themselves, except for keywords: a population's draw may make them fit.
+Each section checks itself, except the keyword arguments of optimizers: those of a population's
+member are valid or not only once its hyperparameters have been drawn.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ def _check_optimizer_name(value: str) -> str:
 
 
 class UpdateRuleSpec(Section):
-    """An optimizer of torch by name, or one of the user's by entry point. Further keys are its
+    """An optimizer: one of torch's by name, or the user's own by entry point. Further keys are its
     keyword arguments, kept in `kwargs`."""
 
     name: Annotated[Name, AfterValidator(_check_optimizer_name), Field(examples=["sgd"])] | None = (
@@ -78,12 +79,12 @@ class UpdateRuleSpec(Section):
 
 
 class GroupSpec(Section):
-    """Parameters with a learning rate, keyword arguments or an optimizer of their own. Further keys
-    are those arguments, kept in `kwargs`.
+    """A group of parameters with its own learning rate, keyword arguments or optimizer. Further
+    keys are keyword arguments, kept in `kwargs`.
 
-    match: patterns of parameter names, any of which must fit, such as "*.bias". max_dims: the
-    parameter has at most as many dimensions. Where both are given, both must hold. lr: None is that
-    of the optimizer; the schedule multiplies it.
+    match: patterns of parameter names, of which at least one must match, such as "*.bias".
+    max_dims: the largest number of dimensions of a parameter. If both are given, both conditions
+    must hold. lr: by default that of the optimizer; the schedule multiplies it.
     """
 
     name: Name
@@ -127,8 +128,9 @@ class GroupSpec(Section):
 class OptimizerSpec(UpdateRuleSpec):
     """The optimizer of a job, with its schedule and groups of parameters.
 
-    The keywords of torch's are checked against their signatures where torch is. groups: each
-    parameter belongs to the first group that holds it, else to the optimizer's own values.
+    The keyword arguments of torch's optimizers are checked against their signatures where torch is
+    installed. groups: each parameter belongs to the first group that matches it; the optimizer's
+    own values apply to the others.
     """
 
     schedule: ScheduleSpec | None = None
@@ -350,12 +352,12 @@ _DECAY: Final = 0.999
 
 
 class WeightAverageSpec(Section):
-    """Settings of the average of the parameters that is kept beside them.
+    """Settings of the average of the parameters that is kept in addition to them.
 
     ema: exponential, average = decay · average + (1 − decay) · parameter, with decay 0.999 unless
-    set. swa: the mean of all that was averaged. The average is updated after step `start_step` and
-    after each `every` steps from there; the first update takes the parameters as they are. Under
-    Federated it is that of the global model, and rounds take the place of steps.
+    set. swa: the mean of the parameters at all updates. The average is updated after step
+    `start_step` and then every `every` steps; the first update copies the parameters. Under
+    Federated the global model is averaged, and steps are rounds.
     """
 
     kind: Literal["ema", "swa"] = "ema"
@@ -388,8 +390,9 @@ class WeightAverageSpec(Section):
 
 
 class TurnSpec(Section):
-    """One turn of every step. params: patterns of the names of the parameters that it trains, such
-    as "generator.*"; the others are frozen meanwhile. step: computes what this turn minimises."""
+    """An optimizer that takes its turn in every step. params: patterns of the names of the
+    parameters that it trains, such as "generator.*"; all others are frozen during the turn. step:
+    the entry point that computes the loss of this turn."""
 
     name: Name
     params: Annotated[

@@ -1,8 +1,8 @@
 """This module defines the section `privacy`: differential privacy of the clients of a federation,
 or of their rows.
 
-It depends on neither the accountant nor the noise. What a job with it must not contain besides is
-in `rules.py`.
+The module depends on neither the accountant nor the noise. `rules.py` says what a job with this
+section must not contain.
 """
 
 from collections.abc import Iterator
@@ -21,25 +21,26 @@ BelowOne = Annotated[float, Field(gt=0, lt=1)]
 
 
 class AdaptiveClipSpec(Section):
-    """A clipping norm that follows the norms of the updates: toward their `quantile`, by a factor
-    of e^(rate · distance) in a round. See common/privacy/adaptive_clipping.py."""
+    """Settings of an adaptive clipping norm, which follows a quantile of the updates' norms: in
+    each round it is multiplied by a factor of e^(rate · distance from the quantile). See
+    common/privacy/adaptive_clipping.py."""
 
     quantile: BelowOne = 0.5
     rate: Positive = 0.2
 
 
 class ClipSpec(Section):
-    """The 2-norm that a client's change, or a row's gradient, has at most, all its numbers taken as
-    one vector; with `adaptive`, of the first round."""
+    """The clipping norm: the largest 2-norm of a client's change, or of a row's gradient, taken
+    over all elements as one vector. With `adaptive` it is the norm of the first round."""
 
     norm: Positive
     adaptive: AdaptiveClipSpec | None = None
 
 
 class PrivacyTargetSpec(Section):
-    """The budget: the run ends before the round that would spend more than epsilon at delta, and a
-    client whose rows are protected takes part in no such round; without epsilon, what is spent is
-    only counted."""
+    """The privacy budget. The run ends before the round that would spend more than epsilon at
+    delta; a client whose rows are protected takes no part in such a round. Without epsilon the
+    spent budget is only counted."""
 
     epsilon: Positive | None = None
     delta: BelowOne
@@ -48,14 +49,15 @@ class PrivacyTargetSpec(Section):
 class PrivacySpec(Section):
     """Settings of differential privacy.
 
-    unit: what is protected, a "client" with all its rows, by noise of the coordinator; or each
-    "row", by noise in each step of its client (DP-SGD). noise_multiplier: the noise's standard
-    deviation over the clipping norm; None: the least with which all rounds stay within the target.
-    sampling: "poisson" draws each client by itself and secretly, with the probability
-    client_selection.fraction, and counts on that; "fixed" draws as without privacy, which everybody
-    can foresee, and counts each client in every round. Rows are drawn by "poisson" with the
-    probability batch_size / rows of the client. noise: "seeded" draws noise that everybody can
-    compute, for tests; it protects nobody.
+    unit: what is protected: a "client" with all its rows, by noise that the coordinator adds; or
+    each "row", by noise that its client adds in each step (DP-SGD). noise_multiplier: the noise's
+    standard deviation over the clipping norm; None: the smallest one with which all rounds stay
+    within the target. sampling: "poisson" draws each client independently and secretly, with the
+    probability client_selection.fraction, and the accountant relies on that; "fixed" draws clients
+    as without privacy, which everybody can predict, so the accountant counts each client in every
+    round. With unit "row", rows are drawn by "poisson", with the probability batch_size / rows of
+    the client. noise: "seeded" draws noise that everybody can compute; it is for tests and protects
+    nobody.
     """
 
     unit: Literal["client", "row"] = "client"
@@ -72,7 +74,8 @@ class PrivacySpec(Section):
             yield Violation("target.epsilon", f"{text}example epsilon: 8")
 
     def sampling_rate(self, strategy: Federated) -> float:
-        """Return a client's probability to be drawn, for the accountant; 1 if not secret."""
+        """Return the probability with which a client is drawn, for the accountant; 1 if the draw is
+        not secret."""
         selection = strategy.client_selection
         is_drawn = self.sampling == "poisson" and isinstance(selection, Random)
         return selection.fraction if is_drawn and isinstance(selection, Random) else 1.0

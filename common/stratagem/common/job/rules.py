@@ -1,8 +1,8 @@
-"""State which parts of a job cannot stand together, and why: a table, read from top to bottom.
+"""State which parts of a job cannot be combined, and why: a table, read from top to bottom.
 
-The language of its rows is that of `common/schema/table.py`. Each section checks itself; these
-rules run once all sections are read, so all errors are reported at once. What no row can say is a
-function of `checks.py`, in its place among the rows.
+The syntax of the rows is described in `common/schema/table.py`. Each section checks itself; these
+rules run once all sections are read, so all errors are reported at once. A check that no row can
+express is a function of `checks.py`, listed among the rows.
 """
 
 from collections.abc import Iterator
@@ -585,7 +585,7 @@ SUBMITTED: Final[Table] = (
 
 
 def violations_of(job: Any) -> Iterator[Violation]:
-    """Yield the contradictions between the sections of a job. A rule that reads an invalid field is
+    """Yield the contradictions between a job's sections. A rule that reads an invalid field is
     skipped."""
     yield from found_in(EVERY_JOB, job)
     try:

@@ -60,19 +60,21 @@ _ONLY_IN: Final = {
 
 
 class ScheduleSpec(Section):
-    """The schedule of the learning rate: a warm-up from 0, then the named curve; or the user's, by
-    entry point. Bare text is either, a list is a chain of schedules.
+    """The schedule of the learning rate: a warm-up from 0 and then the named curve; or the user's
+    own schedule, by entry point. Bare text is read as either, a list as a chain of schedules.
 
-    steps: the curve's length, warm-up included; None: to the end of the training, or of the part of
-    the chain. milestones: steps after the warm-up at which the rate is multiplied by gamma. power:
-    of `polynomial`; None: 1. period_steps: length of the first period of `restarts`; each following
-    one is period_factor times as long, None: 1. up_fraction: the share of `onecycle` in which the
-    rate rises from initial_lr_fraction; None: 0.3 and 0.04.
+    steps: the length of the curve, warm-up included; by default it ends with the training, or with
+    its part of the chain. milestones: the steps after the warm-up at which the rate is multiplied
+    by gamma. power: the exponent of `polynomial`; by default 1. period_steps: the length of the
+    first period of `restarts`; each later period is period_factor (by default 1) times as long as
+    the one before. up_fraction: the fraction of `onecycle` (by default 0.3) in which the rate rises
+    from initial_lr_fraction (by default 0.04).
 
-    The others are of `plateau`, torch's ReduceLROnPlateau with an absolute threshold: all rates are
-    multiplied by factor (None: 0.1), but not below min_lr (0), after more than patience (10)
-    evaluations without an improvement by more than min_delta (0); then cooldown (0) evaluations are
-    not counted. metric and mode: those of evaluation.best unless set.
+    The other fields belong to `plateau`, which is torch's ReduceLROnPlateau with an absolute
+    threshold: all rates are multiplied by factor (by default 0.1), but not reduced below min_lr
+    (0), after more than patience (10) evaluations without an improvement by more than min_delta
+    (0); the next cooldown (0) evaluations are not counted. metric and mode: by default those of
+    evaluation.best.
     """
 
     name: (
@@ -199,11 +201,11 @@ class ScheduleSpec(Section):
 
 
 class SettingSpec(Section):
-    """The values that the job trains with from a step on.
+    """The field values with which the job trains from a given step on.
 
-    from_step: steps (rounds of a federation) behind the state that it begins with. seed: of all
-    random numbers from there on, as in the job. params: fields of the job by dotted path, such as
-    "optimizer.lr"; a field that is not named is as in the job.
+    from_step: the number of steps (rounds of a federation) after which the setting applies. seed:
+    the seed of all random numbers from there on, as in the job. params: fields of the job by dotted
+    path, such as "optimizer.lr"; all other fields keep the job's values.
     """
 
     from_step: Whole
@@ -212,10 +214,11 @@ class SettingSpec(Section):
 
 
 class HyperparameterSchedule(Section):
-    """The settings in order of step, and the step after which the training ends.
+    """Settings in order of step, each of which changes fields of the job from its step on.
 
-    last_step: None is the end of the job; an earlier one ends the training there, with rates that
-    are on their way to the end of the job.
+    last_step: the step after which the training ends; by default the end of the job. If the
+    training ends earlier, learning-rate curves are cut off: they are still those for the whole
+    length of the job.
     """
 
     settings: NonEmptyItems[SettingSpec]
@@ -261,11 +264,12 @@ _ONLY_WITH: Final = {
 
 
 class PredictorSpec(Section):
-    """Settings of how a gradient is extrapolated from exact ones.
+    """Settings of the extrapolation of a gradient from earlier exact gradients.
 
-    wls: a weighted line through the last `history` gradients, each step of age weighing `decay`
-    times less, followed `damping + damping² + …` steps far. momentum: the last gradient plus the
-    last difference per step, times `momentum + momentum² + …`.
+    wls: a weighted least-squares line through the last `history` gradients, in which the weight of
+    a gradient is multiplied by `decay` for each step of age; the line is followed for `damping +
+    damping² + …` steps. momentum: the last gradient plus the last difference per step times
+    `momentum + momentum² + …`.
     """
 
     kind: Literal["wls", "momentum"] = "wls"
@@ -282,11 +286,12 @@ class PredictorSpec(Section):
 
 
 class AdaptationSpec(Section):
-    """Settings of how the lengths follow the loss of Full steps, and their limits.
+    """Settings of how the lengths of the phases adapt to the loss of Full steps, and the limits of
+    the lengths.
 
-    loss_threshold: a rise by this share of |loss| is a rise; window: losses in each of the two
-    halves that are compared. Limits that are absent follow from the configured lengths: half and
-    four times full_steps, a quarter and twice predict_steps.
+    loss_threshold: the relative increase of |loss| that counts as a rise. window: the number of
+    losses in each of the two consecutive windows that are compared. Limits that are not set follow
+    from the configured lengths: half and four times full_steps, a quarter and twice predict_steps.
     """
 
     enabled: bool = True
@@ -299,12 +304,13 @@ class AdaptationSpec(Section):
 
 
 class PhasesSpec(Section):
-    """Phase training. predict_steps 0 means never to predict.
+    """Settings of phase training, which alternates between steps with computed and with predicted
+    gradients. With predict_steps 0 no gradient is predicted.
 
-    warmup_steps: exact steps before the first cycle. trust: a prediction is at most this many
-    times as long as the last exact gradient. max_relative_error, min_correlation: what a
-    prediction must have reached on a known gradient before others are predicted.
-    correction_weight: share of (exact − predicted) added in an accepted correction.
+    warmup_steps: exact steps before the first cycle. trust: the largest norm of a prediction, as a
+    multiple of the norm of the last exact gradient. max_relative_error and min_correlation: the
+    accuracy that a prediction of a known gradient must reach before gradients are predicted.
+    correction_weight: the fraction of (exact − predicted) that an accepted correction adds.
     """
 
     full_steps: _Lengths = 8

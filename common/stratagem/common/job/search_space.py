@@ -56,14 +56,15 @@ Declared: TypeAlias = Annotated[bool | None, BeforeValidator(_check_declared)]
 
 
 class DimensionOptions(DocumentValue, is_extras=True):
-    """structural: whether the value decides the layout of a model's state or its optimizer, so that
-    it cannot be changed where a state is kept. None: that is for the strategy to find out."""
+    """Options of a dimension. structural: whether the value determines the layout of the model's or
+    the optimizer's state, so that it cannot change for a member that keeps its state. None: the
+    strategy finds out."""
 
     structural: Declared = None
 
 
 class Float(DocumentValue, tag="dim_type"):
-    """A number in [low, high]."""
+    """A dimension whose value is a number in [low, high]."""
 
     name: NonEmptyText
     low: float
@@ -84,7 +85,7 @@ class Float(DocumentValue, tag="dim_type"):
 
 
 class Int(DocumentValue, tag="dim_type"):
-    """A whole number in [low, high]."""
+    """A dimension whose value is a whole number in [low, high]."""
 
     name: NonEmptyText
     low: _Int64
@@ -98,7 +99,7 @@ class Int(DocumentValue, tag="dim_type"):
 
 
 class Categorical(DocumentValue, tag="dim_type"):
-    """One of the choices."""
+    """A dimension whose value is one of several choices without an order."""
 
     name: NonEmptyText
     choices: NonEmptyItems[FrozenJSON]
@@ -106,7 +107,8 @@ class Categorical(DocumentValue, tag="dim_type"):
 
 
 class Ordinal(DocumentValue, tag="dim_type"):
-    """One of the choices, which stand in order: each has neighbours. Ours; not in the Rust form."""
+    """A dimension whose value is one of several choices in order, so that each has neighbours. The
+    form of the Rust programs does not have it."""
 
     name: NonEmptyText
     choices: NonEmptyItems[FrozenJSON]
@@ -114,7 +116,7 @@ class Ordinal(DocumentValue, tag="dim_type"):
 
 
 class Conditional(DocumentValue, tag="dim_type"):
-    """A dimension that is there only while the parent has one of these values."""
+    """A dimension that exists only while its parent has one of the given values."""
 
     name: NonEmptyText
     parent: NonEmptyText
@@ -130,7 +132,7 @@ rebuild_dataclass(Conditional)  # type: ignore[arg-type]  # it names what stands
 
 
 def plain(dimension: Dimension) -> Plain:
-    """Return a dimension without the `Conditional`s around it."""
+    """Return the dimension inside any number of nested `Conditional`s."""
     while isinstance(dimension, Conditional):
         dimension = dimension.dimension
     return dimension
@@ -203,7 +205,8 @@ _SCALES: Final = {
 
 
 class _Range(Section):
-    """A number between two; whole bounds: a whole number."""
+    """The short form of a numeric dimension: a number from low to high, a whole number if both
+    bounds are."""
 
     low: Any
     high: Any
@@ -218,7 +221,7 @@ class _Range(Section):
 
 
 class _Choices(Section):
-    """One of several values; ordered ones have neighbours."""
+    """The short form of a dimension with choices; ordered choices have neighbours."""
 
     choices: Any
     ordered: bool = False

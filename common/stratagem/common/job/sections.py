@@ -1,7 +1,7 @@
 """This module defines the sections of a job: the model, the data, the evaluation, and the initial
 state.
 
-Each section checks itself; `rules.py` has what concerns several sections at once. User code is
+Each section checks itself; `rules.py` has the rules that concern several sections. User code is
 only named here (an entry point is text), never imported.
 """
 
@@ -79,11 +79,12 @@ def check_tensor_file(value: str) -> str:
 class DataSpec(Section):
     """The data: an entry point, a file, an uploaded blob, or a name that each worker knows.
 
-    collate: an entry point that makes a batch of a list of rows, where they are fetched one by one.
-    readers: processes per worker that fetch such rows, 0 = the computing thread does; prefetch:
-    micro-batches that each of them reads ahead, 2 unless set. Neither changes a bit.
-    streams: into how many logical streams rows are divided that have no numbers; a multiple of the
-    replicas, and as many unless set. shuffle_rows: such rows are shuffled in blocks of so many.
+    collate: an entry point that makes a batch of a list of rows, for data sets that return single
+    rows. readers: the number of processes per worker that fetch such rows; with 0 the computing
+    thread fetches them. prefetch: the number of micro-batches that each reader reads ahead, by
+    default 2. Neither changes the results. streams: the number of logical streams into which rows
+    without indices (an iterable data set) are divided; a multiple of the number of replicas, which
+    is the default. shuffle_rows: the size of the blocks in which such rows are shuffled.
     """
 
     entrypoint: EntrypointName | None = None
@@ -115,9 +116,9 @@ class DataSpec(Section):
 
 
 class LossSpec(Section):
-    """The loss: the name of one of ours, or an entry point. Bare text is either.
+    """The loss: a built-in loss by name, or an entry point. Bare text is read as either.
 
-    weight: what the loss of `name: model` is a mean over. None: `shifted_labels` for causal
+    weight: over what the loss of `name: model` is a mean. By default `shifted_labels` for causal
     language models, else `labels` where they are integers, else `rows`.
     """
 
@@ -155,14 +156,15 @@ def _not_too_many(metrics: object) -> object:
 
 
 class EvaluationSpec(Section):
-    """Settings of what is measured, on which split, how often, and what "best" means.
+    """Settings of the evaluation: what is measured, on which split, how often, and what "best"
+    means.
 
-    `every` is 1 epoch unless set; in a federated job, 1 round. of: "average" measures the average
-    of the parameters instead of themselves, "live". predictions: keep the model's
-    outputs, in a job that only evaluates. keep: makes of a batch's (output, target) the pair that
-    is kept for metrics of your own, which get those of the whole split; max_bytes: of what is kept,
-    1 GiB unless set. best may name one value of such a metric, "module:metric.key". stop: ends the
-    training when a metric does not improve any more.
+    every: by default 1 epoch; in a federated job, 1 round. of: "live" evaluates the parameters
+    themselves, "average" their average. predictions: keep the model's outputs, in a job that only
+    evaluates. keep: an entry point that turns a batch's (output, target) into the pair that is kept
+    for the user's own metrics, which are computed once over the whole split. max_bytes: the limit
+    on the size of these pairs, by default 1 GiB. best may name one value of such a metric,
+    "module:metric.key". stop: early stopping.
     """
 
     split: Name = "test"
@@ -237,17 +239,17 @@ def _followed(
 
 
 class CheckpointSpec(Section):
-    """The interval at which the state is committed; None leaves it to the strategy."""
+    """The interval at which the state is committed; by default the strategy decides."""
 
     every: EveryField | None = None
 
 
 class RecordingSpec(Section):
-    """The records of the steps of a run, which change nothing of what is computed.
+    """Settings of the step history of a run, which do not change the results.
 
-    steps: record them, which costs some microseconds each. observed: record, too, what depends on
-    clocks and machines, such as rows per second. client_steps: record those of each client of a
-    federation, too, which is a row of the journal's database for each update.
+    steps: record each step, which costs some microseconds per step. observed: also record values
+    that depend on clocks and machines, such as rows per second. client_steps: also record the steps
+    of each client of a federation, which costs a row of the journal's database for each update.
     """
 
     steps: bool = True
@@ -256,14 +258,14 @@ class RecordingSpec(Section):
 
 
 class VerificationSpec(Section):
-    """Settings of the verification of a run while it trains: others compute some of its segments
-    again, with the same numerics, and the training does not wait for them.
+    """Settings of the verification of a run while it trains: other workers compute some of its
+    segments again, with the same numerics, and the training does not wait for them.
 
-    sample: the share of the segments that are computed again; the job's seed draws them. on: who
-    computes them: "spare", workers on which nothing else trains; "any", all that did not compute
-    the segment; "members", workers that train this run. If a state differs, a third execution
-    decides. A run that was wrong goes back to the state before that segment, and workers that
-    compute it wrongly are quarantined.
+    sample: the fraction of the segments that are computed again; the job's seed draws them. on:
+    which workers compute them: "spare", workers on which nothing else trains; "any", all workers
+    that did not compute the segment; "members", workers that train this run. If a state differs, a
+    third execution decides. A run that was wrong goes back to the state before that segment, and
+    workers that compute it wrongly are quarantined.
     """
 
     sample: Share
@@ -273,9 +275,10 @@ class VerificationSpec(Section):
 class PartitionSpec(Section):
     """Settings of how one data set is divided among federated clients.
 
-    alpha: of the Dirichlet distribution, small = skewed. labels_per_client: of by_label. client and
-    num_clients: the one part that this job trains on, for a job that is one client of another.
-    seed: of the division; that of the job unless given.
+    alpha: the concentration of the Dirichlet distribution; a small one skews the parts.
+    labels_per_client: the number of labels per client, for by_label. client and num_clients: the
+    only part on which this job trains, for a job that reproduces one client of a federated job.
+    seed: the seed of the division; by default that of the job.
     """
 
     method: Literal["contiguous", "by_label", "dirichlet"]
@@ -324,14 +327,15 @@ def _check_numbers(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class InitialSpec(Section):
-    """A stored state by its digest; or a run, or a safetensors file of the client.
+    """The state with which a run begins: a stored state by its digest, a commit of a run, or a
+    safetensors file on the client's machine. The client replaces the latter two by the digest.
 
-    which: of a run, as in `stratagem download`: final, best or the number of a segment.
-    trained_with: of a digest, the hyperparameters of the population's member whose state it is, for
-    the error where it does not fit; the client finds them with the digest.
-    resume: the run goes on from the step of the commit, with its optimizer and its schedule;
-    without it the optimizer is new and the steps count from 0. step, metrics, average: of that
-    commit, of a digest; the client finds them, too.
+    which: the commit of the run, as in `stratagem download`: final, best or the number of a
+    segment. trained_with: the hyperparameters of the population's member that trained the state,
+    for the error message if the state does not fit this job; the client fills them in. resume:
+    continue from the step of the commit, with its optimizer and its schedule; otherwise the
+    optimizer is new and steps count from 0. step, metrics, average: those of the commit, which the
+    client fills in.
     """
 
     digest: (

@@ -29,8 +29,8 @@ class FromNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeInput:
-    """Input number `index` of `count` that one value feeds: its member if a tuple, else all of
-    it."""
+    """One of `count` inputs that one value feeds: it gets item `index` of a tuple, or else the
+    whole value."""
 
     of: "Source"
     index: int

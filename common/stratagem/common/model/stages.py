@@ -1,9 +1,9 @@
 """Assign nodes to stages: partitions of node ids, checked against the model's program.
 
-Partitions must tile the nodes. Stages are ordered by their dependencies, whatever the order of
-declaration, so the graph of stages must be free of cycles: that is the meaning of "contiguous" for
-a model with skips and branches. The loss belongs to the last stage; outputs that are made elsewhere
-are sent to it.
+Each node must be in exactly one partition. Stages are ordered by their dependencies, independently
+of the order of declaration, so the graph of stages must be free of cycles: that is the meaning of
+"contiguous" for a model with skips and branches. The loss belongs to the last stage; outputs that
+are made elsewhere are sent to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class StagePlan:
     stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     num_boundaries: int
-    """The number of boundary numbers, including empty boundaries between neighbours."""
+    """The number of boundaries, counting empty ones between neighbouring stages."""
 
     @cached_property
     def stage_of(self) -> Mapping[str, int]:

@@ -20,7 +20,7 @@ class Conclusion(StrEnum):
     """The conclusion about who is wrong, as far as a verification can tell."""
 
     EQUAL = "EQUAL"
-    """No state of the run that was computed again differs."""
+    """All states that were computed again equal those of the run."""
     RUN = "RUN"
     """The run is wrong: two other executions agree with each other, and not with the run."""
     VERIFIER = "VERIFIER"

@@ -242,7 +242,7 @@ def states(
     name: str, environment: types_pb2.Environment, store_id: str, *, may_see: bool = True
 ) -> Iterator[Finding]:
     """Yield a finding on whether a worker sees the coordinator's folder of states, if one of them
-    has such a folder. may_see: the worker could, as it is on a trusted network."""
+    has such a folder. may_see: the worker could use it, since its network is trusted."""
     folder = environment.state_folder
     problem = folder_mismatch(
         folder, environment.store_id, store_id, environment.state_folder_problem

@@ -53,8 +53,8 @@ def setup_logging(process: str, level: str = "info", json: bool = False) -> None
 
 
 def _no_alarm_at_callers_who_leave(record: logging.LogRecord) -> bool:
-    """Drop the error with traceback that gRPC logs when a caller leaves while it is written to:
-    every watcher does that if it ends while the coordinator waits for it."""
+    """Drop the error with a traceback that gRPC logs when a caller cancels a call while the server
+    writes to it. Every watcher causes one if it ends while the coordinator waits for it to read."""
     if _LEFT not in record.getMessage():
         return True
     record.levelno, record.levelname = logging.INFO, "INFO"

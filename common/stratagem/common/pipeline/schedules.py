@@ -22,7 +22,7 @@ class TaskKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The half of a backward that other stages wait for: the gradient of the stage's inputs."""
+    """The half of a backward pass for which other stages wait: the gradient of a stage's inputs."""
     WEIGHT = "W"
     """The second half of a backward pass: the gradient of the stage's parameters."""
 
@@ -219,7 +219,7 @@ EAGER_FROM: Final = 0.005
 """The duration of a hop, as a share of a stage's computation for a micro-batch, from which `suited`
 returns eager.
 
-A hop is measured between idle ranks, which is its least cost: beside computation it takes two to
+A hop is measured between idle ranks, which is its least cost: during computation it takes two to
 three times as long, and may wait. Where two ranks measured 0.9 %, 1F1B took 5 % longer than eager.
 """
 
@@ -242,8 +242,8 @@ def has_eager(rank_of: Sequence[int]) -> bool:
 
 
 def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
-    """Return the schedule of an evaluation: every rank passes the micro-batches through its stages,
-    in order."""
+    """Return the schedule of an evaluation: each rank runs its stages on all micro-batches in
+    order."""
     num_ranks = max(rank_of) + 1
     return tuple(
         tuple(
@@ -296,8 +296,9 @@ def base_of(boundary: int, num_micro_batches: int) -> int:
 
 
 def tag_of(base: int, micro_batch: int, *, backward: bool) -> int:
-    """Return the message tag of a micro-batch's transfer over a boundary. Raises LimitError if a
-    number does not fit, InvalidInputError for one below 0 (the tag of another transfer)."""
+    """Return the message tag of a micro-batch's transfer over a boundary. Raises LimitError for a
+    number that is too large, and InvalidInputError for a negative number, whose tag would be that
+    of another transfer."""
     _not_negative("base", base)
     _not_negative("micro_batch", micro_batch)
     direction = "backward" if backward else "forward"

@@ -60,7 +60,8 @@ def consumers(needs: Sequence[Sequence[int]]) -> list[list[int]]:
 def required(
     action: Action, needs: Sequence[Sequence[int]], needed_by: Sequence[Sequence[int]]
 ) -> list[tuple[Action, ...]]:
-    """Return groups of an action's prerequisites; one action of each group must be done first."""
+    """Return groups of prerequisites of an action; at least one action of each group must be done
+    before it."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is TaskKind.FORWARD:
         return [(Action(TaskKind.FORWARD, source, micro_batch),) for source in needs[stage]]

@@ -34,8 +34,8 @@ _ZEROS: Final = bytes(_PIECE_BYTES)
 
 
 def apply_mask(key: bytes, start: int, words: Words, *, subtract: bool = False) -> None:
-    """Add to the words, or subtract from them, the mask that follows from a key, from its element
-    `start` on. words: contiguous, modified in place. key: 32 bytes."""
+    """Add to the words, or subtract from them, the mask that is generated from a key, beginning
+    with its element `start`. words: contiguous, modified in place. key: 32 bytes."""
     item_bytes = words.dtype.itemsize
     block, skipped = divmod(start * item_bytes, _BLOCK_BYTES)
     cipher = Cipher(AES256(key), CTR(block.to_bytes(_BLOCK_BYTES, "big"))).encryptor()

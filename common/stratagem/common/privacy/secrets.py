@@ -75,7 +75,7 @@ class SecureRound:
 
 
 def clients_bytes(clients: Iterable[int]) -> bytes:
-    """Encode client numbers as bytes, in ascending order."""
+    """Encode client numbers as bytes, sorted in ascending order."""
     return b"".join(client.to_bytes(8, "big") for client in sorted(clients))
 
 

@@ -425,7 +425,7 @@ def _detach(
     waiting: dict[int, tuple[int, socket.socket]],
     descriptors: list[int],
 ) -> None:
-    """Drop what a fork inherits from the server (its process id) but the imported modules."""
+    """Detach a fork from the server: it keeps only the process id and the imported modules."""
     os.setsid()  # only the starting process handles Ctrl-C
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != server:  # it died before the request

@@ -322,8 +322,8 @@ class _RenewedChannel(DelegatingChannel):
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """Split "host1:7070,host2:7070" into addresses. Raises ValueError if there is none, or one is
-    invalid."""
+    """Split "host1:7070,host2:7070" into addresses. Raises ValueError for none, or an invalid
+    one."""
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
     if not addresses:
         raise ValueError(f"{text!r} is not HOST:PORT[,HOST:PORT...]")

@@ -354,7 +354,7 @@ def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
 
 
 def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
-    """Return a sentence on what is wrong with our own certificate, which the server rejected."""
+    """Return a sentence on what is wrong with our own certificate, if the server rejected it."""
     if material.cert is None:
         return (
             f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "

@@ -110,7 +110,7 @@ def make_server(
 
 
 def make_health_server() -> grpc.aio.Server:
-    """Return a server for health probes alone, which always admits questions that do not stream."""
+    """Return a server for health probes alone, which limits only the number of Watch calls."""
     limits = CallLimits(PROBE_TIMEOUT_S, DEFAULT_LIMITS.max_calls, unlimited=PROBES)
     return make_server(limits)
 

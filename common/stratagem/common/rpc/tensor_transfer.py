@@ -106,8 +106,9 @@ async def serve_get(
     """Yield the responses of a download: the manifest, then the content from `offset` on.
 
     check: called with each frame and its offset before it is sent. num_bytes: the size of the
-    content, where the manifest describes more. is_counted: the bytes are counted as sent already.
-    The content is yielded serialized; servers of `rpc.server` pass it on unchanged.
+    content, if it is less than what the manifest describes. is_counted: the caller has already
+    counted the bytes as sent. The content is yielded serialized; servers of `rpc.server` pass it on
+    unchanged.
     """
     size_bytes = manifest.total_bytes if num_bytes is None else num_bytes
     check_offset(offset, size_bytes)

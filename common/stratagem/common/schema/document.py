@@ -163,12 +163,14 @@ class _MadeInCode(type):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class DocumentValue(metaclass=_MadeInCode):
-    """A frozen value of the document that code makes by position and takes apart with `match`.
+    """A frozen value of the document that code constructs with positional arguments and
+    destructures with `match`.
 
-    Its mapping holds the name of the class (or `name`) under the key `tag`, where it has one, then
-    the fields as declared. Unknown keys are ignored and logged, as the other readers of the shared
-    form of strategies do. Extras are ours alone: there they are refused, and what equals its
-    default is not written, nor are the extras themselves where nothing is left.
+    In JSON it is an object: if it has a `tag`, that key holds the name of the class (or `name`);
+    then come the fields as declared. Unknown keys are ignored and logged, as other programs that
+    read strategies do. Extras (`is_extras`) exist only in this project: in them unknown keys are
+    refused, fields equal to their defaults are not written, and extras without any field to write
+    are left out.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -261,7 +263,7 @@ def _tags(made: object) -> Iterator[tuple[str, object]]:
 
 
 class NoOptions(DocumentValue, is_extras=True):
-    """The options of what has none."""
+    """The options of a value that has no options."""
 
 
 def one_of(section: BaseModel, names: Sequence[str]) -> list[Violation]:
@@ -347,7 +349,7 @@ def _check_entrypoint(value: str) -> str:
 
 
 def colon_hint(value: str) -> str:
-    """Return "; did you mean module:name?" if the text looks like an entry point without its colon,
+    """Return "; did you mean module:name?" if the text looks like an entry point without colon,
     else ""."""
     module, _, name = value.rpartition(".")
     meant = f"{module}:{name}"

@@ -29,7 +29,7 @@ from stratagem.common.schema.rules import (
 BOUNDS: Final[Mapping[str, str]] = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """The names of numeric constraints, each with its comparison sign."""
 TECHNICAL: Final = 2**62 - 1
-"""Bounds from here on have technical reasons (a column, a seed): named only if exceeded."""
+"""Larger bounds have technical reasons (a column, a seed): messages name them only if exceeded."""
 _BOUND_OF: Final = {
     "greater_than": "gt",
     "greater_than_equal": "ge",

@@ -55,7 +55,7 @@ def contradictions(made: Any) -> Iterator[Violation]:
 def found_by(
     rules: Iterable[Callable[[_Made], Iterable[Violation]]], made: _Made
 ) -> Iterator[Violation]:
-    """Yield the violations of each rule, until the rule reads an invalid field."""
+    """Yield the violations that each rule finds, until the rule reads an invalid field."""
     for check in rules:
         try:
             yield from check(made)
@@ -89,8 +89,8 @@ def _rules_of(cls: Any) -> tuple[str, ...]:
 
 
 def partial(cls: Any, value: object, wrong: Mapping[str, Any]) -> Any:
-    """Return a Partial with the readable fields of a mapping, or None if the value is no mapping or
-    cannot be read even without the invalid fields.
+    """Return a Partial with the readable fields of a mapping, or None if the value is not a mapping
+    or cannot be read even without the invalid fields.
 
     wrong: the invalid fields, each with its readable part or UNREAD.
     """
@@ -137,8 +137,8 @@ def for_example(name: str, info: FieldInfo, *, is_choice: bool = True) -> str:
 
 
 def metadata_of(info: FieldInfo) -> Iterator[Any]:
-    """Yield the declared metadata of a field, including that of list items and union members in its
-    type."""
+    """Yield the declared metadata of a field, including that of its list items and union
+    members."""
     yield info
     yield from info.metadata
     yield from _metadata_inside(info.annotation)

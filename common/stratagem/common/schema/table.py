@@ -1,4 +1,4 @@
-"""Evaluate tables of rules: which parts of a document cannot stand together, and why.
+"""Evaluate tables of rules: which parts of a document cannot be combined, and why.
 
 A row of a table is a case and a sentence: the field that the case names first is refused with the
 sentence if all conditions of the case hold.
@@ -15,8 +15,8 @@ A condition is one of these, where paths lead through attributes and keys of map
     steps <= initial.step           # both there; or a number, as in `aggregation.mu > 0`
     no data.worker_local            # the opposite of any of them
 
-A path with `[]`, such as `turns[].name`, is asked of each item. A sentence shows values by their
-paths: "{batch_size}", "{optimizer.clip_norm:g}", "{evaluation.metrics[]!r}".
+A path with `[]`, such as `turns[].name`, is evaluated for each item. A sentence shows values by
+their paths: "{batch_size}", "{optimizer.clip_norm:g}", "{evaluation.metrics[]!r}".
 """
 
 import operator
@@ -236,7 +236,7 @@ def _default(cls: Any, name: str | int) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return the value that messages and conditions show: for a choice the name of its class."""
+    """Return the text for a value in messages and conditions; for a choice, its class's name."""
     is_choice = not isinstance(value, str) and hasattr(value, "__pydantic_fields__")
     return type(value).__name__ if is_choice else str(value)
 

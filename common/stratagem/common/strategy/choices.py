@@ -65,13 +65,13 @@ GradientAggregation: TypeAlias = AllReduce | ParameterServer | Decentralized
 
 
 class Tag(DocumentValue):
-    """Any worker that carries this tag."""
+    """The placement on any worker that carries this tag."""
 
     tag: NonEmptyText
 
 
 class WorkerIdTarget(DocumentValue):
-    """The target of the one worker that it names."""
+    """The placement on the worker with this id."""
 
     worker_id: Annotated[WorkerId, Field(min_length=1)]
 
@@ -96,8 +96,8 @@ class Direct(DocumentValue, tag="protocol"):
 
 
 class Pipeline(DocumentValue, tag="protocol"):
-    """Activations are streamed as with Direct, with several micro-batches of this many rows in
-    flight."""
+    """Activations are streamed as with Direct, in micro-batches of this many rows, several of which
+    are in flight."""
 
     micro_batch_size: Annotated[SharedCount, Field(examples=[8])]
 
@@ -133,8 +133,8 @@ FederatedAggregation: TypeAlias = FedAvg | FedProx | FedYogi
 
 
 class Discount(DocumentValue):
-    """A late update enters a later round with weight n · discount^staleness (arXiv:1903.03934,
-    2106.06639)."""
+    """The discount of late updates: an update that enters a later round has the weight n ·
+    discount^staleness (arXiv:1903.03934, 2106.06639)."""
 
     discount: Share
 
@@ -179,7 +179,7 @@ class Random(DocumentValue, tag="method"):
 
 
 class ByCapability(DocumentValue, tag="method"):
-    """The clients that carry all of these tags; no tags = all clients."""
+    """Clients that carry all of these tags take part; without tags, all clients."""
 
     required_tags: Items[str]
 

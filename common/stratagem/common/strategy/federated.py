@@ -1,5 +1,5 @@
 """This module defines the sections of the `options` of the Federated strategy: the behaviour of a
-round beyond its shared form.
+round beyond the JSON form shared with the Rust programs.
 
 A new option is one line of `FederatedOptions`, and a section is a class here.
 """
@@ -31,16 +31,17 @@ from stratagem.common.strategy.choices import (
 # clients that keep failing.
 
 DEFAULT_WAIT_S: Final = 86_400.0
-"""The default wait for clients: a day, as a site that is closed over night is back by then."""
+"""The default wait for clients: a day, so that sites that are closed overnight can come back."""
 
 
 class Roster(DocumentValue, is_extras=True):
-    """The clients of a federation, and how long it waits for them.
+    """Settings of the set of clients of a federation, and of how long it waits for them.
 
-    open: clients join, leave and come back while the run goes on, num_clients at most; otherwise
-    there are exactly num_clients from the start. min_clients: how many must be able to take part
-    for a round to open. wait_s: for how many seconds a round waits for so many, after which the run
-    fails, and for a client that is lost in it, after which the round goes on without it.
+    open: clients may join, leave and come back during the run, up to num_clients; otherwise there
+    are exactly num_clients from the start. min_clients: the number of available clients without
+    which no round opens. wait_s: the seconds for which a round waits for that many clients, after
+    which the run fails, and for a client that is lost during the round, after which the round
+    continues without it.
     """
 
     open: bool = False
@@ -59,10 +60,10 @@ class Roster(DocumentValue, is_extras=True):
 
 
 class Strikes(DocumentValue, is_extras=True):
-    """When a client that keeps failing is left alone for some rounds.
+    """Settings of the exclusion (benching) of clients that fail repeatedly.
 
-    limit: rounds in a row in which it is rejected by its own fault. bench_rounds: rounds that it
-    then does not take part in.
+    limit: the number of consecutive rounds in which a client's update is rejected through its own
+    fault before it is benched. bench_rounds: the number of rounds in which it then takes no part.
     """
 
     limit: SharedCount
@@ -78,8 +79,9 @@ KEY: Final = "lambda"
 
 
 class Ditto(DocumentValue, is_extras=True):
-    """Each client also trains a model of its own, whose distance to the global one costs
-    (lambda / 2)·‖v − w‖² (Li et al., 2021, https://arxiv.org/abs/2012.04221)."""
+    """Each client also trains a personal model, whose loss has the additional term (lambda / 2)·‖v
+    − w‖² for its distance from the global model (Li et al., 2021,
+    https://arxiv.org/abs/2012.04221)."""
 
     lambda_: Positive
 
@@ -132,23 +134,23 @@ class TrimmedMean(DocumentValue, tag="name", name="trimmed_mean", is_extras=True
 
 
 class Krum(DocumentValue, tag="name", name="krum", is_extras=True):
-    """The one update that is nearest to its neighbours (Blanchard et al., 2017,
-    https://arxiv.org/abs/1703.02757). byzantine: how many updates may be false."""
+    """The update that is nearest to its neighbours (Blanchard et al., 2017,
+    https://arxiv.org/abs/1703.02757). byzantine: the largest number of false updates."""
 
     byzantine: _ByzantineCount
 
 
 class MultiKrum(DocumentValue, tag="name", name="multi_krum", is_extras=True):
-    """The mean of the `keep` updates that are nearest to their neighbours; None: of all but as many
-    as may be false."""
+    """The mean of the `keep` updates that are nearest to their neighbours; by default, of all
+    updates but as many as may be false."""
 
     byzantine: _ByzantineCount
     keep: Annotated[int, Field(ge=1, le=MAX_ROBUST_UPDATES)] | None = None
 
 
 class Bulyan(DocumentValue, tag="name", name="bulyan", is_extras=True):
-    """Updates chosen by Krum, and of each element the mean of the values around their median
-    (https://arxiv.org/abs/1802.07927)."""
+    """The mean, for each element, of the values around the median of the updates that Krum has
+    chosen (https://arxiv.org/abs/1802.07927)."""
 
     byzantine: _ByzantineCount
 
@@ -161,8 +163,8 @@ class GeometricMedian(DocumentValue, tag="name", name="geometric_median", is_ext
 
 
 class NormBound(DocumentValue, tag="name", name="norm_bound", is_extras=True):
-    """The mean of updates of which none is further than `norm` from the global model: longer ones
-    are shortened to it (https://arxiv.org/abs/1911.07963)."""
+    """The mean of the updates, each of which is shortened to a distance of at most `norm` from the
+    global model (https://arxiv.org/abs/1911.07963)."""
 
     norm: Positive
 
@@ -222,7 +224,7 @@ REFUSE: Final = "refuse"
 
 
 def _check_quorum(value: object) -> int | float | None:
-    """Return a quorum if it is valid: an int counts clients, a float is a share of them."""
+    """Validate a quorum and return it: an int is a number of clients, a float a fraction."""
     if value is None or (type(value) is int and 1 <= value <= MAX_UNSIGNED):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,12 +1,13 @@
 """Training with few exchanges: replicas take local steps, and an outer optimizer joins what they
-have learned (local SGD, https://arxiv.org/abs/1805.09767; DiLoCo, https://arxiv.org/abs/2311.08105).
+have learned (local SGD, https://arxiv.org/abs/1805.09767; DiLoCo,
+https://arxiv.org/abs/2311.08105).
 
 Each replica has parameters and an optimizer of its own. After every `local_steps` steps the mean
 over the replicas of (common parameters - own parameters) is the gradient of the outer optimizer,
-which moves the common parameters; all replicas go on from there. In fragments that are joined one
-after the other, while replicas train on, it is Streaming DiLoCo (https://arxiv.org/abs/2501.18512).
-The module computes from the settings what is due after a step. It does not know how that is carried
-out.
+which updates the common parameters; all replicas continue from these. If the parameters are joined
+in fragments, one after the other, while the replicas train on, this is Streaming DiLoCo
+(https://arxiv.org/abs/2501.18512). The module computes from the settings what is due after a step.
+It does not depend on how that is done.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""The regions of a federation: which clients are added up together before all are, the section
-`options.regions` of Federated.
+"""The section `options.regions` of Federated: clients are grouped into regions, whose updates are
+summed first, before the sums of all regions are added.
 
-The tree of the sum is part of the job, and decides its bits; where a region is added up does not.
+The grouping is part of the job and determines the bits of the sum; the place where a region is
+summed does not.
 """
 
 from collections import Counter
@@ -18,7 +19,8 @@ _MAX_NAMED: Final = 8
 
 
 def _read_regions(value: object) -> Mapping[str, Any] | None:
-    """Return the members of each region, if valid: all client numbers, or all names of sites."""
+    """Validate the members of each region and return them: either all are client numbers, or all
+    are names of sites."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not value:

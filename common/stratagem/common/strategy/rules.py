@@ -1,8 +1,8 @@
-"""State which parts of a strategy cannot stand together, and why: a table for each strategy, and
-for the options of Federated. What concerns the rest of a job is in `common/job/rules.py`.
+"""State which parts of a strategy cannot be combined, and why: a table for each strategy, and for
+the options of Federated. `common/job/rules.py` has the rules that concern the rest of a job.
 
-The language of the rows is that of `common/schema/table.py`. What no row can say is a function. A
-strategy is read by the names of its fields, as its class needs these rules.
+The syntax of the rows is described in `common/schema/table.py`. A check that no row can express is
+a function. A strategy's fields are read by name, because its class imports this module.
 """
 
 from collections.abc import Iterator
@@ -139,11 +139,13 @@ _OF_A_REGION: Final = (
     *("local_epochs", "quorum", "round_deadline_s"),
     *("over_select", "on_client_error", "on_missing_quorum"),
 )
-"""Options that a federation in a region may set; others need each update, or all at once."""
+"""The options that a federation inside a region may set; the other options need each single update,
+or all updates at once."""
 
 
 def check_federations_inside(strategy: Any) -> Iterator[Violation]:
-    """Yield an error if regions are federations, and their client numbers or options are wrong."""
+    """Yield an error if the regions are federations with rounds of their own, and their client
+    numbers or options are wrong."""
     outer, inner = strategy.options, strategy.options.inner
     if getattr(inner, "type", "") != "Federated":
         return
@@ -176,7 +178,8 @@ _BY_REGION: Final = {
     "options.late_updates": "a late update has another base than the sum of its region",
     "options.secure_aggregation": "masks go out of the sum of all clients alone",
 }
-"""The options that are refused with regions, in one federation or as federations, and why."""
+"""The options that cannot be combined with regions, whether these belong to one federation or are
+federations themselves; each with the reason."""
 
 FEDERATED: Final[Table] = (
     Rules("", "{}", {

@@ -1,7 +1,7 @@
-"""The section `options.secure_aggregation`: a federation adds up updates that nobody sees.
+"""The section `options.secure_aggregation`: a federation sums updates that nobody sees.
 
-Defines its numbers and what does not go together with it in a strategy; the masks are made
-elsewhere.
+The module defines the section's fields and the options of a strategy that exclude it; the masks are
+made in `common/privacy`.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _BESIDE: Final = frozenset(
         "secure_aggregation",
     }
 )
-"""Options allowed with secure aggregation: they see only a round's mean, or no updates."""
+"""The options that may be combined with secure aggregation: they see only means, or no updates."""
 _WHY: Final = {
     "on_missing_quorum": "who has failed has no keys of the round, and cannot come back into it",
     "robust": "it compares single updates, and nobody sees one",
@@ -52,15 +52,15 @@ def _check_degree(value: object) -> int | str:
 
 
 class SecureAggregation(DocumentValue, is_extras=True):
-    """The coordinator learns the sum of the updates of a round, and none of them
+    """The coordinator learns the sum of a round's updates, but no single update
     (https://eprint.iacr.org/2017/281).
 
-    threshold: more than this share of the holders of a client's secrets can open them; fewer than
-    so many survivors make no round. clip: the largest change of an element of the model in a round,
-    either way; what is beyond is cut off. bits: of a change as a whole number. weights: "uniform"
-    counts each client as one, "rows" by its rows, which nobody is told. max_rows: with "rows", the
-    most that a client counts. degree: with how many others each client shares masks and secrets;
-    "auto": with all up to 64 clients, else with 100.
+    threshold: more than this fraction of the holders of a client's secrets are needed to open them;
+    a round with fewer survivors fails. clip: the largest change of a model's element in a round, in
+    either direction; larger changes are clipped. bits: the size of a change as an integer. weights:
+    "uniform" counts each client as one, "rows" by its number of rows, which nobody learns.
+    max_rows: with "rows", the largest weight of a client. degree: the number of other clients with
+    which each client shares masks and secrets; "auto": all of them up to 64 clients, else 100.
     """
 
     threshold: Annotated[float, Field(ge=0.5, lt=1)] = 0.67

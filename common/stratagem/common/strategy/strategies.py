@@ -2,8 +2,8 @@
 form.
 
 Every class is frozen and checks its own ranges when it is made, so every existing strategy is
-valid. The declared fields are the JSON form that is shared with the Rust programs; fields that
-only this project has are under `options`.
+valid. The declared fields are the JSON form shared with the Rust programs; fields that exist only
+in this project are under `options`.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ DIRECT_ALL_REDUCE: Final = "direct"
 WHOLE_STATE: Final = "none"
 FULL_SLICES: Final = "full"
 FEWEST_MIRRORED: Final = 3
-"""The smallest number of workers at which two of the state's slices are less than all of it."""
+"""The smallest number of workers for which two slices are less than the whole state."""
 
 
 class Local(DocumentValue, tag="type"):
@@ -95,22 +95,28 @@ class Local(DocumentValue, tag="type"):
 
 
 class DataParallelOptions(DocumentValue, is_extras=True):
-    """Options of how the replicas work together beyond the shared form.
+    """Options of how the replicas work together, in addition to the form shared with the Rust
+    programs.
 
-    min_replicas: continue with as few workers as this while the others are away. all_reduce: of
-    AllReduce; "direct" adds in a fixed order, "ring" and "native" (the backend's own) in one that
-    depends on the workers. inner: what each replica is; ModelParallel makes it a pipeline over
-    several workers. consensus_every: of Decentralized; after how many steps the nodes' distance to
-    their mean is measured; None: only at the end of a segment. local_steps: how many steps each
-    replica takes for itself before they are joined; None: gradients are joined in every step.
-    outer: the optimizer that joins them. outer_bits: of each number of what a replica has moved,
-    as it is exchanged; None: as it is. fragments: parts of the parameters, which are joined one
-    after the other. overlap_steps: how many steps after it was cut a fragment is applied. mix: the
-    share of its own parameters that a replica keeps then; None: half with an overlap, else nothing.
-    upload_every: with local_steps, every how many commits what only one worker has is uploaded;
-    None: every 10. partition_state: what each worker keeps a slice of, instead of all; "optimizer":
-    the optimizer's state; "full": the parameters, too. mirror: of how many others a worker keeps
-    the slices, too; None: of one, where three workers or more take part.
+    min_replicas: the smallest number of workers with which the run continues while others are away.
+    all_reduce: the method of AllReduce; "direct" adds in a fixed order, "ring" and "native" (the
+    backend's own) in an order that depends on the workers. inner: the strategy of each replica;
+    with ModelParallel a replica is a pipeline over several workers. consensus_every: under
+    Decentralized, the interval in steps at which the nodes' distance from their mean is measured;
+    by default only at the end of a segment.
+
+    local_steps: the number of steps that each replica takes alone before the replicas are joined;
+    by default gradients are combined in every step. outer: the optimizer that joins them.
+    outer_bits: the bits per number when a replica's change is exchanged; by default it is sent
+    unchanged. fragments: the number of parts of the parameters, which are joined one after the
+    other. overlap_steps: the number of steps between cutting and applying a fragment. mix: the
+    share of its own parameters that a replica then keeps; by default half with an overlap,
+    otherwise nothing. upload_every: with local_steps, the number of commits between uploads of the
+    state that only one worker has, by default 10.
+
+    partition_state: the state of which each worker keeps only a slice: "optimizer", the optimizer's
+    state; "full", the parameters too. mirror: the number of other workers whose slices each worker
+    also keeps; by default one, if at least three workers take part.
     """
 
     min_replicas: SharedCount = 1
@@ -168,7 +174,8 @@ class DataParallel(DocumentValue, tag="type"):
 
 
 class ModelParallelOptions(DocumentValue, is_extras=True):
-    """schedule: in which order the stages work on micro-batches; of Pipeline only."""
+    """Options of ModelParallel. schedule: the order in which the stages work on micro-batches; only
+    with the transport Pipeline."""
 
     schedule: ScheduleName = AUTO
 
@@ -189,31 +196,33 @@ class ModelParallel(DocumentValue, tag="type"):
 
 
 class FederatedOptions(DocumentValue, is_extras=True):
-    """Options of what a round does beyond its shared form.
+    """Options of a round, in addition to the form shared with the Rust programs.
 
-    quorum: how many of the selected clients make a round: a share (float) or a count (int);
-    None = all that do not fail, however long it takes, at least one. round_deadline_s: when to
-    settle for the quorum. on_client_error: "reject" leaves a client that fails out of the round,
-    "fail" ends the run with it. on_missing_quorum: "fail" ends a run whose round has too few
-    updates; "wait" waits for more, and asks failed clients again once their worker is a new one.
-    server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
-    mean is it. over_select: how many clients more than needed are drawn; the round closes with the
-    first that suffice. late_updates: "refuse", or how an update counts whose round has closed.
-    max_staleness: how many rounds late an update may be, where they are not refused. inner: how a
-    client trains when it is several workers, a silo; one worker unless given. robust: what takes
-    the place of the weighted mean, so that a minority of false updates leads the model nowhere.
-    roster: who takes part; num_clients from the start unless given. strikes: when a client that
-    keeps failing is left alone for some rounds; never unless given. q: how much more a
-    client counts the higher its loss, q-FedAvg; by rows unless given. normalize:
-    "fednova" divides the change of a client by how far its steps can go; undivided unless given.
-    control: "scaffold" corrects each step of a client by how its gradient differs from that of all;
-    uncorrected unless given.
-    personal: patterns of the names of tensors that each client trains for itself, and that are
-    never sent. ditto: each client also trains a whole model of its own, near the global one.
-    regions: clients, or sites, that are added up together before all are, by region; all at once
-    unless given.
-    secure_aggregation: the coordinator learns the sum of the updates and none of them; it sees them
-    all unless given.
+    quorum: the number (int) or fraction (float) of selected clients whose updates are enough for a
+    round; by default all clients that do not fail, at least one, however long that takes.
+    round_deadline_s: the time after which the quorum is enough. on_client_error: "reject" excludes
+    a failed client from the round, "fail" ends the run. on_missing_quorum: "fail" ends a run whose
+    round has too few updates; "wait" waits for more, and asks failed clients again once they have a
+    new worker. over_select: the number of clients drawn in addition to those needed; the round
+    closes with the first updates that suffice.
+
+    server_learning_rate: that of FedYogi. server_optimizer: computes the next model from the mean;
+    by default the mean is the next model. late_updates: "refuse", or the weight of an update whose
+    round has closed. max_staleness: the largest number of rounds by which such an update may be
+    late. inner: the strategy of a client that is several workers (a silo); by default a client is
+    one worker. robust: a rule in place of the weighted mean that tolerates a minority of false
+    updates.
+
+    roster: whether clients may join and leave; by default num_clients from the start. strikes: the
+    exclusion of clients that fail repeatedly; by default none. q: the exponent with which a higher
+    loss raises a client's weight (q-FedAvg); by default clients are weighted by rows. normalize:
+    "fednova" divides a client's change by the effective length of its steps. control: "scaffold"
+    corrects each step of a client by the difference between its gradient and that of all clients.
+
+    personal: patterns of the names of tensors that each client trains for itself and never sends.
+    ditto: each client also trains a whole personal model near the global one. regions: groups of
+    clients or sites whose updates are summed first. secure_aggregation: the coordinator learns only
+    the sum of the updates.
     """
 
     local_epochs: SharedCount = 1
@@ -244,12 +253,13 @@ class FederatedOptions(DocumentValue, is_extras=True):
 
     @property
     def has_client_state(self) -> bool:
-        """Return whether clients keep a state of their own from one round to the next."""
+        """Return whether clients keep their own state from one round to the next."""
         return self.has_own_models or self.control is not None
 
     @property
     def has_own_models(self) -> bool:
-        """Return whether clients keep models, or parts, that they are evaluated with."""
+        """Return whether clients keep personal models, or parts of models, with which they are
+        evaluated."""
         return self.personal is not None or self.ditto is not None
 
     @property
@@ -280,10 +290,10 @@ class Federated(DocumentValue, tag="type"):
 
 
 class PopulationOptions(DocumentValue, is_extras=True):
-    """Options of how the population trains beyond its shared form.
+    """Options of how the population trains, in addition to the form shared with the Rust programs.
 
-    inner: how each member trains; Local unless given. asynchronous: a member evolves as soon as it
-    has trained, against the newest scores of the others, without waiting for them.
+    inner: the strategy of each member; by default Local. asynchronous: a member evolves as soon as
+    it has trained, by comparison with the newest scores of the others, without waiting for them.
     """
 
     inner: "StrategyField | None" = None
@@ -291,7 +301,7 @@ class PopulationOptions(DocumentValue, is_extras=True):
 
 
 class PopulationBased(DocumentValue, tag="type"):
-    """A population trains side by side; the worse copy the better and explore from there."""
+    """A population trains side by side; the worse copy the better and explore from their states."""
 
     population_size: Annotated[SharedCount, UpTo(MAX_POPULATION), Field(examples=[4])]
     generations: Annotated[SharedCount, Field(examples=[5])]
@@ -301,7 +311,7 @@ class PopulationBased(DocumentValue, tag="type"):
 
 
 class Custom(DocumentValue, tag="type"):
-    """A strategy registered by name; its config is handed over untouched."""
+    """A strategy registered by name, which gets its config unchanged."""
 
     coordinator: NonEmptyText
     config: FrozenJSON
@@ -358,8 +368,8 @@ def num_shards_of(strategy: Strategy) -> int:
 
 
 def local_steps_of(strategy: Strategy) -> int | None:
-    """Return the number of steps that a replica takes alone before replicas are joined; None if
-    they are joined in every step."""
+    """Return the number of steps that a replica takes alone before the replicas are joined; None if
+    gradients are combined in every step."""
     return strategy.options.local_steps if isinstance(strategy, DataParallel) else None
 
 

@@ -100,7 +100,7 @@ def _pieces(descriptor: int, name: str, start: int, num_bytes: int) -> Iterator[
 def read_header(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
     """Return the checked manifest of a file (its purpose is STATE), and the offset of its data.
 
-    Raises InvalidInputError if it is no safetensors file, LimitError, and IntegrityError if the
+    Raises InvalidInputError if it is not a safetensors file, LimitError, and IntegrityError if the
     file's length is not the one that its header implies.
     """
     with path.open("rb") as file:
@@ -128,7 +128,7 @@ def header_size(start: bytes) -> int:
 def parse_header(
     file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Manifest, int]:
-    """Read the manifest as `header_of` does, from a file of which only the start may be there."""
+    """Read the manifest as `header_of` does, from a file that may contain only its start."""
     length = int.from_bytes(file.read(_PREFIX_BYTES), "little")
     if length > MAX_HEADER_BYTES:
         raise LimitError(f"{name}: header of {length} bytes, the limit is {MAX_HEADER_BYTES}")

@@ -41,8 +41,7 @@ LEAF_BYTES: Final = 64 * 2**20
 SMALL_BYTES: Final = 2**20
 MAGIC: Final = b"stratagem state in leaves 1\n"
 MAX_ASKED: Final = 64
-"""The most leaves whose signed requests one message asks for; their URLs then take at most half a
-megabyte."""
+"""The most leaves for whose signed requests one message asks: half a megabyte of URLs."""
 _DIGEST_BYTES: Final = 32
 
 
@@ -196,7 +195,8 @@ class StateHasher:
 
 
 def state_digest(manifest: Manifest, pieces: Iterable[Any]) -> Digest:
-    """Return the digest of a state with these `pieces`: of file or leaves, as the manifest says."""
+    """Return the digest of a state with these `pieces`: the digest of its file or of its list of
+    leaves, as the manifest says."""
     hasher = StateHasher(manifest)
     for piece in pieces:
         hasher.update(piece)
@@ -372,9 +372,9 @@ def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = ""
     """Return an error message if a worker does not see its coordinator's folder of states; "" if it
     does, or neither has one.
 
-    folder and found_id: the path that the worker was given, and the name there; both "" without.
-    meant_id: the name of the coordinator's folder, "" if it has none that workers may write to.
-    problem: the worker's error with the folder.
+    folder and found_id: the path that the worker was given, and the name of the folder at that
+    path; both "" without a path. meant_id: the name of the coordinator's folder, "" if it has none
+    that workers may write to. problem: the worker's error with the folder.
     """
     if not folder:
         ours = f"the coordinator's folder of states (store-id {meant_id})"

@@ -58,14 +58,15 @@ class UnreadableFileError(StratagemError):
 
 
 class _Place:
-    """The cached name of this process's place: machine, user and namespace of open files."""
+    """The cached name of the scope in which this process can open other processes' files: machine,
+    user and namespace."""
 
     name: str | None = None
 
 
 def place() -> str:
-    """Return a name that processes have in common if they may open each other's files; "" if none
-    may, and after `leave_place`."""
+    """Return the name of the scope within which processes can open each other's files; "" if this
+    process can open none, and after `leave_place`."""
     if _Place.name is None:
         _Place.name = _looked_up()
     return _Place.name
@@ -102,7 +103,7 @@ def offer(
     name: str = "",
 ) -> tensor_pb2.OpenFile:
     """Make the message that offers an open file of this process to a reader. sums: the CRC32C of
-    each piece; name: that of a copy of memory."""
+    each piece. name: the name of the file if it is a copy of memory."""
     return tensor_pb2.OpenFile(
         place=place(),
         process=os.getpid(),

@@ -1,7 +1,8 @@
-"""Find the bytes of a state that an earlier one shares, so that only the others need to travel.
+"""Find the bytes of a state that an earlier one shares, so that only the other bytes need to
+travel.
 
 The bytes themselves are compared, in blocks from the start of each tensor, not digests. Parameters
-that do not train are the same from commit to commit, as are their moments, and rows of an embedding
+that do not train are the same in every commit, as are their moments and the rows of an embedding
 that no batch has used.
 """
 

@@ -76,7 +76,8 @@ class Collector:
         chores: Chores,
         of_backups: Path,
     ) -> None:
-        """of_backups: the folder for copies of the journal that are being sent."""
+        """Begin without collections. of_backups: the folder for copies of the journal that are
+        being sent."""
         self._loop, self._blobs, self._spool, self._feed = loop, blobs, spool, feed
         self._chores = chores
         self.backups = Backups(loop, blobs, of_backups, self.ask)
@@ -221,8 +222,7 @@ class House:
     profiles: Profiles
     refusals: Refusals
     _merging: set[RunId] = field(default_factory=set)
-    """Runs whose step history is being merged now, so that no second merge of the same rows
-    starts."""
+    """Runs whose step history is being merged now, so that no second merge starts."""
     _unmerged: set[RunId] = field(default_factory=set)
     """Ended runs to merge in the next pass: those that ended since the last pass, and at first
     those that the previous leader has left."""
@@ -270,8 +270,7 @@ class House:
                         log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
 
     async def merge_histories(self) -> None:
-        """Merge rows of the step histories of active runs, and of runs that ended since the last
-        pass."""
+        """Merge the step histories of active runs, and of runs that ended since the last pass."""
         active = {run_id for run_id, run in self.loop.state.runs.items() if run.ended is None}
         due = sorted(active | self._unmerged)
         self._unmerged.clear()
@@ -418,8 +417,8 @@ class Backups:
     def __init__(
         self, loop: Loop, blobs: BlobStore, folder: Path, collect: Callable[[], None]
     ) -> None:
-        """folder: for copies of the journal that are being sent; collect: requests a collection of
-        blobs."""
+        """Begin without backups. folder: the folder for copies of the journal that are being sent.
+        collect: requests a collection of blobs."""
         self._loop, self._blobs, self._folder, self._collect = loop, blobs, folder, collect
         self._held: dict[Digest, frozenset[Digest]] = {}
         self._is_busy = False

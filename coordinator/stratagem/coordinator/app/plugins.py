@@ -76,7 +76,7 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
 
 
 def _why_refused(point: EntryPoint, strategy: object) -> str:
-    """Return why a registered object is no usable strategy: its type, or its version of the
+    """Return why a registered object is not a usable strategy: its type, or its version of the
     contract. A strategy of version 1 is a module, or an object, with functions as attributes."""
     version = getattr(strategy, "version", 1 if hasattr(strategy, "decide") else None)
     what = "is no strategy" if version is None else f"has version {version} of the contract"

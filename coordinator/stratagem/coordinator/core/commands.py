@@ -72,8 +72,7 @@ class RecordVerification:
 
 @dataclass(frozen=True, slots=True)
 class HoldBlobs:
-    """Keep the blobs that a backup copies until a leader-clock time, even if their runs are
-    deleted."""
+    """Keep the blobs that a backup copies until a leader-clock time, even if runs are deleted."""
 
     listed: Digest
     """The blob that lists the blobs to keep."""

@@ -152,7 +152,7 @@ def _counted(
     num_without: int,
 ) -> dict[str, float]:
     """Return the best value, and the number of evaluations since the best one, after one more
-    evaluation. NaN is no improvement."""
+    evaluation. NaN is not an improvement."""
     sign = 1.0 if followed.mode == "max" else -1.0
     best = course.get(f"{prefix}{_BEST}", -sign * math.inf)
     if sign * value > sign * best + followed.min_delta:

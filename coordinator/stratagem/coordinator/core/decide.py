@@ -417,11 +417,12 @@ class Agenda:
 
     def __init__(self, state: CoordinatorState) -> None:
         self.world = World(state.workers, {})
-        """The world in which strategies decide, equal to `world_of(state)`."""
+        """The part of the state that strategies see when they decide, equal to
+        `world_of(state)`."""
         self._workers = state.workers
         self._load = PersistentMap[WorkerId, int]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
-        """Keyed by active run: the workers for which the run counts as load."""
+        """The workers for which each run counts as load, keyed by active run."""
         self._touched: dict[RunId, frozenset[Member]] = {}
         """The members from which `_burdened` was computed: a fact changes only few of thousands."""
         self._deadlines: dict[RunId, float] = {}

@@ -3,7 +3,7 @@
 A failure that the same inputs always give is not retried. A failure caused by an outage (of a
 worker, a disk, a store) is retried without limit, however long the outage takes. Anything else is
 retried a limited number of times: it may come from a worker that answers nonsense until it is
-replaced, or from a defect, which would hold its workers for ever.
+replaced, or from a defect, which would hold its workers forever.
 """
 
 from collections.abc import Sequence

@@ -85,8 +85,7 @@ class RunSegment:
     num_lr_reductions: int = 0
     """The number of times that a plateau has lowered the learning rates before the segment."""
     num_steps: int = field(default=0, compare=False)
-    """Steps of the party's whole training, which decide how many steps a row of its history
-    covers."""
+    """Steps of the party's whole training, which decide the steps per row of its history."""
     rounds_before: int = field(default=0, compare=False)
     """The number of earlier rounds if the party is a client of a federation: each has one segment
     and equally many steps. The client's history counts the steps of all rounds."""
@@ -135,7 +134,7 @@ class UploadCommit:
 
 @dataclass(frozen=True, slots=True)
 class RowsAsked:
-    """The earlier rounds of a client with protected rows, for its worker's privacy accounting."""
+    """What a worker needs to account for the privacy of a client's protected rows."""
 
     num_rounds: int
     """The number of rounds opened with the client before this one."""
@@ -163,12 +162,11 @@ class TrainClient:
     rows: RowsAsked | None = None
     """The client's earlier rounds, if rows are protected."""
     state: KeptState | None = None
-    """The client's private state from an earlier round; None: it begins anew, or has no state."""
+    """The client's private state from an earlier round; None: it starts without one."""
     attempt: int = 0
     """The attempt of a secure round."""
     routed: tuple[int, ...] = field(default=(), compare=False)
-    """The clients among which the update is masked, fixed for an attempt; empty: it is not
-    masked."""
+    """The clients among which the update is masked, fixed per attempt; empty: no masks."""
     num_members: int = 0
     """The number of clients that have posted keys."""
     share: tuple[int, int] | None = None
@@ -254,8 +252,7 @@ class CollectUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SumRegion:
-    """Sum the accepted updates of a region, a client that is itself a federation, into its
-    update."""
+    """Sum the accepted updates of a region, a client that is a federation, as its update."""
 
     run_id: RunId
     party: Party
@@ -311,8 +308,7 @@ class AggregateRound:
     is_control_anew: bool = False
     """True if SCAFFOLD's common control variate is set to zero, as all clients' variates are."""
     integers_of: int | None = None
-    """Index of the update whose integer tensors are taken, if updates are sums of regions; else
-    None."""
+    """Index of the update whose integer tensors are taken, if regions send sums; else None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ _LOSSES = ("loss", "train.loss")
 
 
 def sentence(fact: f.Fact) -> str:
-    """Return a fact as a sentence for people; for a party below the root it begins with the party's
-    path."""
+    """Return a fact as a sentence; for a party below the root it begins with the party's path."""
     kind = type(fact).__name__
     text = _SENTENCES[kind](fact) if kind in _SENTENCES else kind
     party = getattr(fact, "party", f.ROOT)
@@ -46,7 +45,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def _few_metrics(texts: Mapping[str, str]) -> str:
-    """Join the first texts, keyed by metric, and add the number of metrics left out."""
+    """Join the first few texts, keyed by metric, and add the number of the others."""
     names = sorted(texts, key=lambda name: (name not in _LOSSES, name))
     num_more = len(names) - MAX_METRICS
     more = [counted(num_more, "more metric")] if num_more > 0 else []
@@ -324,8 +323,7 @@ def encode(fact: Fact) -> tuple[str, str]:
 
 
 def decode(kind: str, schema_version: int, payload_json: str) -> Fact:
-    """Return the fact of a journal entry. Raises ValueError if a newer version has written the
-    entry."""
+    """Return the fact of a journal entry. Raises ValueError if a newer version has written it."""
     if kind not in KINDS or schema_version > SCHEMA_VERSION:
         raise ValueError(
             f"the journal holds {kind} of schema {schema_version}, written by a newer version; "

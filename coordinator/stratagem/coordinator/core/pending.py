@@ -36,7 +36,7 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
 
 @dataclass(frozen=True, slots=True)
 class Needed(Container[Digest]):
-    """The blobs that must be kept; those of archived runs, which may be many, are not copied."""
+    """A container of all blobs that must be kept, which copies no collection of blobs."""
 
     active: frozenset[Digest]
     ended: EndedRuns

@@ -214,7 +214,7 @@ def deaths_at_work(
     """Return the deaths to journal for a member whose process has ended without draining.
 
     There are none if the process was stopped from outside. If the plan that the process executed is
-    known, only deaths of that work count.
+    known, only deaths during that work count.
     """
     if ending is None or ending.incarnation != member.incarnation:
         ending = Ending(member.incarnation)
@@ -240,7 +240,7 @@ def _told(fact: Fact, ending: Ending) -> Fact:
 
 def _concerns(fact: Fact, ending: Ending) -> bool:
     """Return True if the death counts against the party whose plan the process executed, or one
-    above it; True for facts that are no deaths."""
+    above it; True for facts that are not deaths."""
     if not isinstance(fact, ProcessDied) or ending.run_id is None:
         return True
     return is_within(ending.party, fact.party)

@@ -285,7 +285,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
 
 
 def _states_in(view: RunView) -> set[Digest]:
-    """Return the digests of the committed states and the predictions that a view names."""
+    """Return the digests of all committed states and predictions in a run's view."""
     named = {digest for commit in view.commits for digest in (commit.digest, commit.average)}
     return {*named, view.predictions or Digest("")} - {Digest("")}
 

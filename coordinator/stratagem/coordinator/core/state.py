@@ -75,7 +75,7 @@ class RunRecord:
     """A sample of each party's rows, as they were when its model was built."""
     has_raised: bool = False
     """True if the strategy has raised when a fact was folded. No fact says so, and another version
-    of the strategy may not raise there."""
+    of the strategy may not raise for the same fact."""
 
     @property
     def num_shown(self) -> int:
@@ -322,8 +322,7 @@ def retained(record: RunRecord, num_newest: int | None = None) -> tuple[Committe
 
 
 def best_commit(record: RunRecord) -> CommittedState | None:
-    """Return the best commit by evaluation.best, the earliest of equals; None if none has a
-    value."""
+    """Return the best commit by evaluation.best, the earliest of equals; None without a value."""
     evaluation = record.job.evaluation
     if evaluation is None or evaluation.best is None:
         return None

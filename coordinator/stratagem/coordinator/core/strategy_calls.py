@@ -149,7 +149,7 @@ def failure_of(run: RunRecord, fact: PartyFailed) -> Fact:
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
-    """Return the fact that forms a party anew whose living members failed to exchange tensors."""
+    """Return the fact that forms a party again after its members failed to exchange tensors."""
     try:
         return run.strategy.reform(run.job, run.value, party, reason)
     except Exception as error:
@@ -157,8 +157,8 @@ def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
 
 
 def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
-    """Return the failure of a run that has waited for workers longer than its limit. The time
-    counts from the newest fact, as a waiting run gets no facts."""
+    """Return the failure of a run that has waited for workers longer than its limit. The wait is
+    measured from the newest fact, since a waiting run gets no facts."""
     limit_s = run.job.placement_timeout_s
     if limit_s is None or now_s < run.changed_s + limit_s:
         return None
@@ -198,7 +198,8 @@ SHOWN: Final = frozenset(
         "Evaluated",
     }
 )
-"""Kinds of facts that reveal no sampled client, once `without_draws` has changed them."""
+"""The kinds of facts that reveal no sampled client once `without_draws` has removed the sampled
+clients from them."""
 WHY: Final = "its clients were drawn in secret"
 
 
@@ -211,8 +212,7 @@ def draws_in_secret(job: JobSpec) -> bool:
 
 
 def hides_draws(run: RunRecord | EndedRun) -> bool:
-    """Return True if readers do not get all facts of a run, as its clients are sampled in
-    secret."""
+    """Return True if readers do not get all facts of a run, as clients are sampled in secret."""
     return run.draws_in_secret if isinstance(run, EndedRun) else draws_in_secret(run.job)
 
 

@@ -181,7 +181,7 @@ def _fold(
     masks: OpenedMasks | None,
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
-    """Write the next state; return its blobs, its header and the next clipping norm. Call this in a
+    """Write the next state; return its blobs, its header and the next clipping norm. Call in a
     thread."""
     job = runs.job_of(effect.run_id, effect.party)
     manifest = _next_manifest(base[0], effect)
@@ -279,7 +279,8 @@ def combined_updates(
     """Return the inputs of the round's fold: the rule of the job, and the updates that it reads.
 
     entries: the accepted updates in client order. protection: the noise of a private round, or the
-    opened masks of a secure one. manifest, state: of the state that the round began from.
+    opened masks of a secure one. manifest, state: the manifest and the reader of the state that the
+    round began from.
     """
     job = runs.job_of(effect.run_id, effect.party)
     options, weights = spec_of(job).options, [weight(job, accepted) for accepted in effect.accepted]
@@ -309,8 +310,8 @@ def combined_updates(
 
 
 def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: int) -> Shares:
-    """Return the weights of the changes. With `normalize` they follow from rows and steps, and
-    those of buffers from rows alone; otherwise all follow from the losses."""
+    """Return the weights of the changes. With `normalize` the weights follow from rows and steps,
+    for buffers from rows alone; otherwise they follow from the losses."""
     largest = rows.index(max(rows))
     if spec_of(job).options.normalize is not None:
         lengths = [_length(job, number) for number in effect.num_steps]

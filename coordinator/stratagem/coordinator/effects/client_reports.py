@@ -67,8 +67,7 @@ async def reject(
 
 
 async def reject_for_error(runs: LiveRuns, effect: TrainClient, error: ErrorRecord) -> None:
-    """Reject a client's update because its data or code raised, or its worker does not follow the
-    job."""
+    """Reject a client's update because its data or code raised, or its worker ignores the job."""
     log_error(runs, effect.run_id, effect.client, error)
     record = None
     if runs.errors.is_new(effect, error):

@@ -137,7 +137,7 @@ async def _evaluate(
 async def _said(
     blobs: BlobStore, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
 ) -> ClientEvaluated:
-    """Store a client's metric states, and return the fact with the results on its rows."""
+    """Store the states of a client's metrics, and return the fact with its evaluation results."""
     user_metrics = result.own_metrics
     said = ClientEvaluated(
         party=effect.party,
@@ -238,8 +238,8 @@ async def own_metrics(
 ) -> Mapping[str, float] | None:
     """Compute the user's own metrics, keyed by "<split>.<metric>"; empty if the job has none.
 
-    kept_in: the party whose sessions have evaluated. results: in order of the effect's members.
-    Return None if the computation failed, which has then been reported.
+    kept_in: the party whose sessions have evaluated the state. results: in order of the effect's
+    members. Return None if the computation failed, which has then been reported.
     """
     said = [result.own_metrics for result in results if result.HasField("own_metrics")]
     measured = [metrics for metrics in said if metrics.are_measured]
@@ -294,9 +294,9 @@ async def shown_evaluation(
 ) -> Seen | None:
     """Call the user's on_evaluation hook on the first member, and return its result.
 
-    shown_in: the party whose sessions have evaluated. at: segment and step of the evaluated state.
-    metrics: keyed by "<split>.<metric>". Return None if the hook failed, which has then been
-    reported.
+    shown_in: the party whose sessions have evaluated the state. at: segment and step of the
+    evaluated state. metrics: keyed by "<split>.<metric>". Return None if the hook failed, which has
+    then been reported.
     """
     if not (splits and results and results[0].wants_evaluation):
         return Seen({}, "")

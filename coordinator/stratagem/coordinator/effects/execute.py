@@ -479,7 +479,7 @@ def _rule_of(descriptor: FieldDescriptor) -> _Rule:
 
 
 def _entry_of(descriptor: FieldDescriptor) -> Descriptor | None:
-    """Return the entry type of a map field; None if the field is no map."""
+    """Return the entry type of a map field; None if the field is not a map."""
     kind = descriptor.message_type
     return kind if kind is not None and kind.GetOptions().map_entry else None
 

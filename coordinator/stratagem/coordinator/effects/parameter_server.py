@@ -46,7 +46,7 @@ from stratagem.v1 import worker_pb2
 # ---- Steps ----
 
 RETRY_S = 0.02
-"""The pause before a retry: members may be meeting anew, or not know their membership yet."""
+"""The pause before a retry: members may be meeting again, or not know their membership yet."""
 
 log = structlog.get_logger()
 

@@ -345,7 +345,7 @@ async def _report(
 
 
 def _of(metrics: Sequence[str], measured: pb.OwnMetrics) -> dict[str, float]:
-    """Return the values of the requested metrics only: a worker may send others, too."""
+    """Keep the values of the requested metrics only, since a worker may send others."""
     return {
         name: value
         for name, value in sorted(measured.metrics.items())

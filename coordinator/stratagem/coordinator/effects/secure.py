@@ -482,7 +482,7 @@ async def _opened(
 _WINDOW_ELEMENTS: Final = 1 << 18
 
 MaskKeys = Sequence[tuple[bytes, bool]]
-"""The key of each mask that remains in the sum, and True if the mask was subtracted there."""
+"""The key of each mask that remains in the sum, and True if the client had subtracted the mask."""
 
 
 class SumError(StratagemError):

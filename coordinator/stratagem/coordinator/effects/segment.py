@@ -194,7 +194,7 @@ class ShownProgress:
         self.feed.set_progress(self.effect.run_id, latest)
 
     def _bubble(self) -> float | None:
-        """Return the idle share of a pipeline's ranks in the latest steps; None until all
+        """Return the idle share of a pipeline's ranks in the latest steps; None before all
         report."""
         ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
         reports = [self.latest[rank] for rank in ranks if rank in self.latest]
@@ -282,8 +282,8 @@ def _differing(
 ) -> ReplicasDiffer | None:
     """Return the failure of members whose state digests differ; None if all agree.
 
-    can_blame: those that differ from most are wrong. It is not so where members copy slices of each
-    other, and only who has the mirror of a wrong one differs.
+    can_blame: the members that differ from the majority are the wrong ones. This does not hold if
+    members copy slices from each other: then only the member that mirrors a wrong slice may differ.
     """
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
     is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
@@ -344,7 +344,8 @@ async def finished_history(
     """Return the step history of an ended segment: a row of the party, and one per part that has a
     history. Parts that differ from a member's description are left out.
 
-    request: makes the request for a rank, to attach once more. results: by rank.
+    request: makes the request with which to attach to a member again, given the rank. results: the
+    members' results, by rank.
     """
     stride = stride_for(env.runs, effect)
     if not stride:

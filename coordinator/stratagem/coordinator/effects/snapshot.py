@@ -68,7 +68,8 @@ class SnapshotIntake:
     def size_of(self, first: worker_pb2.GetStateResponse, manifest: Manifest) -> int:
         """Return the number of bytes to come, from the first message of the worker's stream.
 
-        Raises ConflictError if a resumed stream leaves out other ranges than before.
+        Raises ConflictError if a resumed stream omits other unchanged ranges than the stream
+        before.
         """
         same = [SameBytes(piece.offset, piece.base_offset, piece.size) for piece in first.same]
         base_bytes = 0 if self._base is None else self._base.data_bytes
@@ -178,7 +179,7 @@ async def pull_snapshot(
 async def pull_outputs(
     env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
-    """Pull the outputs that a member keeps beside its snapshot, durably, into the store."""
+    """Pull the outputs that a member keeps in addition to its snapshot, durably, into the store."""
     return await _pulled(env, at, env.workers.link(at.member).outputs(at, segment))
 
 

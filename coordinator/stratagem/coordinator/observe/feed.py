@@ -85,7 +85,7 @@ class SegmentProgress:
 
 
 MAX_EVENTS: Final = 1024
-"""The number of newest events of a run that are kept in memory when twice as many are there."""
+"""The number of a run's newest events that are kept in memory whenever there are twice as many."""
 
 PAGE_EVENTS: Final = 100
 """The most events read at once for a watcher. A watcher that does not consume its events keeps them
@@ -184,8 +184,7 @@ class Feed:
         return run.last_wall_s if run else 0.0
 
     def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
-        """Return a run's newest fact in memory that satisfies a condition; None if there is
-        none."""
+        """Return a run's newest fact in memory for which a condition holds, or None."""
         run = self._runs.get(run_id)
         events = reversed(run.events) if run else ()
         return next((event.fact for event in events if is_wanted(event.fact)), None)
@@ -283,8 +282,8 @@ class RunBriefs(Generic[Brief]):
         brief_of: Callable[[RunId], Awaitable[Brief | None]],
         do: Callable[[Coroutine[Any, Any, None], str], None],
     ) -> None:
-        """brief_of: returns the brief of a run, None if the run is gone; do: starts a chore under a
-        name."""
+        """Begin without followers. brief_of: returns the brief of a run, None if the run is gone.
+        do: starts a chore under a name."""
         self._brief_of, self._do = brief_of, do
         self._followers: list[Follower[Brief]] = []
         self._changed: dict[RunId, None] = {}
@@ -358,7 +357,8 @@ class Paces:
     def look(
         self, world: World, run: RunRecord, shown: SegmentProgress | None, *, anew: bool = False
     ) -> None:
-        """Update a run's pace from its progress; without `anew`, not again soon after an update."""
+        """Update a run's pace from its progress. Do nothing within LOOK_PAUSE_S of the last update,
+        unless `anew` is set."""
         now_s, looked_s = self._monotonic(), self._looked_s.get(run.run_id)
         if not anew and looked_s is not None and now_s - looked_s < LOOK_PAUSE_S:
             return

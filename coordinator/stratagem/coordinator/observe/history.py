@@ -43,7 +43,7 @@ class HistoryParts:
     is_whole: bool = True
 
     def add(self, part: worker_pb2.HistoryPart) -> None:
-        """Add a part of the history; the part with number 0 starts it anew."""
+        """Add a part of the history; the part with number 0 starts it over."""
         if part.number == 0:
             self.parts, self.is_whole = [], True
         is_fit = len(part.rows) <= MAX_PART_BYTES and is_party(part.party)

@@ -203,8 +203,8 @@ class Profiles:
     def add(self, run_id: RunId, profile: worker_pb2.Profile) -> None:
         """Store a recording, in place of an earlier one of the same worker, party and segment.
 
-        A recording that cannot be read, which no worker of ours sends, is dropped, and so is one
-        that the disk does not take: the run continues without it.
+        A recording that cannot be read (this project's workers send none) or written to disk is
+        dropped; the run continues without it.
         """
         try:
             self._add(run_id, Recording.of(profile))

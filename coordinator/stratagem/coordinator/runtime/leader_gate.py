@@ -29,7 +29,7 @@ class LeaderGate(grpc.GenericRpcHandler):
     """The gRPC entry of a coordinator: serves calls while it leads, and refuses all others."""
 
     def __init__(self, address: str, health: HealthService) -> None:
-        """The gate is shut at first; address: host:port at which others reach this coordinator."""
+        """Make a gate that is shut. address: host:port at which others reach this coordinator."""
         self.address = address
         self._health = health
         self._refusing = _handlers_of(_Refusing(self))

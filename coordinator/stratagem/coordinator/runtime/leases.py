@@ -88,8 +88,9 @@ class Leases:
         lose: Callable[[Member, str, float], Awaitable[object]],
         on_drop: Callable[[Member], None] = lambda _member: None,
     ) -> None:
-        """clock: leader time. lose: called with a member whose lease has expired, the reason, and
-        the seconds since its last heartbeat. on_drop: called when any lease ends."""
+        """Begin without leases. clock: returns the leader time. lose: called with a member whose
+        lease has expired, the reason, and the seconds since its last heartbeat. on_drop: called
+        when any lease ends."""
         self.rule = rule
         self._clock = clock
         self._lose = lose
@@ -115,7 +116,7 @@ class Leases:
         self._is_deaf = True
 
     def resume(self) -> None:
-        """Expire leases again; each starts anew with its full ttl."""
+        """Expire leases again; each starts again with its full ttl."""
         self._is_deaf = False
         for member, lease in list(self._leases.items()):
             self._set(member, lease.ttl_s)
@@ -245,8 +246,8 @@ class HeartbeatStreams:
         *,
         lasts_s: float = LASTS_S,
     ) -> None:
-        """is_over: returns True if a run has ended or is unknown. drain: called when a worker
-        announces that it is draining."""
+        """Begin without streams. is_over: returns True if a run has ended or is unknown. drain:
+        called when a worker announces that it is draining."""
         self._leases, self._term, self._drain = leases, term, drain
         self._is_over, self._is_known = is_over, is_known
         self._lasts_s = lasts_s

@@ -111,8 +111,7 @@ class WorkerLink:
     async def execute(
         self, request: worker_pb2.ExecuteRequest
     ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
-        """Execute a plan, and yield the worker's messages. Raises UnavailableError if the stream
-        breaks."""
+        """Execute a plan, and yield the worker's messages. Raises UnavailableError if it breaks."""
         call = self.stub.Execute(request)
         try:
             async for response in call:
@@ -320,8 +319,8 @@ class SharedFrames:
         check: Callable[[int, bytes], None],
         offer: Callable[[], tensor_pb2.OpenFile | None],
     ) -> None:
-        """check: called with the offset and bytes of each new frame. offer: returns the open file
-        for receivers that read the file themselves."""
+        """Take the range to share. check: called with the offset and bytes of each new frame.
+        offer: returns the open file for receivers that read the file themselves."""
         self.offer = offer
         self._source = source
         self._check = check

@@ -56,8 +56,8 @@ SUMMED_UP_CLUSTER = 5000
 """The number of cluster facts after which they are replaced by a summary. This bounds how many
 facts a takeover reads, and one transaction deletes."""
 SUMMED_UP_RUNS = 500
-"""The number of facts (or of runs) after which replay summarizes ended runs, so that an interrupted
-replay keeps its progress."""
+"""Replay summarizes ended runs whenever it has read this many runs (or SUMMED_UP_FACTS facts), so
+that an interrupted replay keeps its progress."""
 
 log = structlog.get_logger()
 
@@ -349,7 +349,7 @@ class Loop:
 
 
 def counted_as(fact: Fact) -> Iterator[str]:
-    """Yield the keys under which a fact is counted: its kind, and what metrics tell apart in it."""
+    """Yield the keys under which metrics count a fact: its kind and, for some kinds, a detail."""
     kind = type(fact).__name__
     yield kind
     if isinstance(fact, SegmentRefuted):
@@ -408,8 +408,8 @@ STEP_S: Final = 0.5
 
 
 class LeaderClock:
-    """The leader clock: counts seconds of leadership since the journal began; each takeover makes a
-    new one."""
+    """The leader clock: counts seconds of leadership since the journal began; each leader has its
+    own."""
 
     def __init__(self, start_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic

@@ -29,12 +29,13 @@ class Portions:
     """Collects garbage in portions; remembers the block count after the last full collection."""
 
     def __init__(self, num_blocks: Callable[[], int] = sys.getallocatedblocks) -> None:
-        """num_blocks: returns the number of memory blocks allocated by Python."""
+        """Begin to count. num_blocks: returns the number of memory blocks allocated by Python."""
         self._num_blocks = num_blocks
         self._num_left = num_blocks()
 
     def collect(self) -> None:
-        """Collect recent objects, or all if the process has grown much; later spare those left."""
+        """Collect recent objects, or all objects if the process has grown much; exempt the
+        survivors from later collections of recent objects."""
         if self._num_blocks() >= GROWTH * max(self._num_left, LEAST_BLOCKS):
             gc.unfreeze()
             gc.collect()

@@ -96,7 +96,7 @@ class RelayHub:
         parked_for_s: float = PARKED_FOR_S,
         dial_wait_s: float = DIAL_WAIT_S,
     ) -> None:
-        """is_registered: returns True if runs may use this worker process now."""
+        """Begin without streams. is_registered: returns whether runs may use this process."""
         self._is_registered, self._is_on = is_registered, is_on
         self._parked_for_s, self._dial_wait_s = parked_for_s, dial_wait_s
         self._lots: dict[Member, _Lot] = {}

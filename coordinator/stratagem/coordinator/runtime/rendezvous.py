@@ -40,8 +40,8 @@ Key = tuple[RunId, Party, int]
 
 class Barriers:
     def __init__(self, current: Callable[[RunId, Party], tuple[int, int] | None]) -> None:
-        """current: returns (membership, number of members) of a party, or None if there is no such
-        party."""
+        """Begin without barriers. current: returns (membership, number of members) of a party, or
+        None if there is no such party."""
         self._current = current
         self._open: dict[Key, _Barrier] = {}
 

@@ -53,7 +53,7 @@ LAST_RETRY_S = 5.0
 GRACE_S = 5.0
 """The time that `close` waits for stopped tasks to end."""
 _OF_PROXIES: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
-"""Status codes that no error of ours has; gRPC derives them from a proxy's HTTP 500 and 404."""
+"""Status codes that none of our errors maps to; gRPC makes them of a proxy's HTTP 500, 404."""
 
 log = structlog.get_logger()
 
@@ -65,8 +65,8 @@ class RunSupervisor:
         give_up: Callable[[Effect, FailedTries], Awaitable[None]],
         on_trouble: Callable[[Effect, FailedTries], None] = lambda effect, tries: None,
     ) -> None:
-        """give_up: removes an effect that must not be retried. on_trouble: called with every effect
-        that keeps failing."""
+        """Begin without tasks. give_up: removes an effect that must not be retried. on_trouble:
+        called with every effect that keeps failing."""
         self._perform, self._give_up = perform, give_up
         self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
@@ -87,8 +87,7 @@ class RunSupervisor:
         return len(self._waiting)
 
     def by_kind(self) -> tuple[Counter[str], Counter[str]]:
-        """Return the numbers of running effects, and of those waiting for compute slots, per
-        kind."""
+        """Return the numbers of running effects, and of effects waiting for slots, per kind."""
         running = Counter(type(effect).__name__ for effect in self._tasks)
         return running, Counter(type(request.key).__name__ for request in self._waiting)
 
@@ -368,7 +367,7 @@ class Paced:
     event loop."""
 
     def __init__(self, chore: Callable[[], Awaitable[None]], pause_s: float) -> None:
-        """pause_s: from the end of one run to the start of the next."""
+        """Make a limit. pause_s: the time from the end of one run to the start of the next."""
         self._chore = chore
         self._pause_s = pause_s
         self._is_asked = False

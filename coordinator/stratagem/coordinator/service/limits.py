@@ -1,6 +1,6 @@
 """Check the fields of requests against limits, except fields that jobs and tensor streams check.
 
-These sizes are no settings: no deployment needs others, and every caller relies on them.
+These sizes are not settings: no deployment needs others, and every caller relies on them.
 """
 
 import ipaddress
@@ -74,8 +74,8 @@ class Places:
     """A limit on concurrent calls, in all and per caller."""
 
     def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
-        """setting: the name of the overall limit, and the prefix of the name of the limit per
-        caller."""
+        """Make the limit. setting: the name of the setting of the overall limit, which is the
+        prefix of the name of the limit per caller."""
         self._setting, self._limit, self._limit_each = setting, limit, limit_each
         self._open_calls = Counter[str]()
 

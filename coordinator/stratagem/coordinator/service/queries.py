@@ -548,8 +548,7 @@ def span_of(request: pb.WatchRunRequest, num_facts: int) -> EventSpan:
 
 
 def follows_on(request: pb.WatchRunRequest) -> bool:
-    """Return True if the stream continues with new events. Raises InvalidInputError if it
-    cannot."""
+    """Return True if a stream continues with new events. Raises InvalidInputError if it cannot."""
     has_end = request.newest_first or request.before_index > 0
     follows = request.follow if request.HasField("follow") else not has_end
     if follows and has_end:

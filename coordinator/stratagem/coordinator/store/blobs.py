@@ -227,7 +227,7 @@ class DirectoryBlobs:
         suffix: str = SUFFIX,
     ) -> None:
         """Open the folder. is_durable: blobs survive a power cut; not needed for mere copies.
-        make_room: called on a full disk. suffix: of the file names."""
+        make_room: called on a full disk. suffix: the suffix of the file names."""
         self._root = root
         self._suffix = suffix
         self._is_durable = is_durable

@@ -65,7 +65,8 @@ class Database:
     patience_s: float
     """The seconds to wait for a database that does not answer."""
     migration_lock: str
-    """SQL that lets one process at a time migrate the schema; "" if every transaction does."""
+    """The SQL statement that makes processes migrate the schema one at a time; "" if every write
+    transaction excludes all others."""
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

@@ -45,7 +45,7 @@ def _version() -> str:
 
 
 VERSION: Final = _version()
-"""The version of the summaries that this program can read; others are made anew from the facts."""
+"""The version of the summaries that this program can read; others are made again from the facts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,8 +242,9 @@ class Journal:
     ) -> list[int]:
         """Make the records durable, all or none, and return their positions.
 
-        summaries: of runs that are at rest now. histories: of segments that have ended. returns:
-        keyed by run, the segment that it returns to; the history after it is deleted.
+        summaries: the summaries of runs that are at rest now. histories: the step histories of
+        segments that have ended. returns: the segment to which each run returns, keyed by run; its
+        history after that segment is deleted.
 
         Raises FencedError if `term` does not lead, DuplicateKeyError if a record's key was used
         before in its run, UnavailableError if the disk is full, the file stays locked, or the

@@ -273,7 +273,8 @@ def release(database: Database, term: int) -> None:
 
 
 def last_time_s(connection: Connection) -> float:
-    """Return the newest time of all events, even deleted ones: the leader clock starts there."""
+    """Return the newest time of all events, even deleted ones, from which the leader clock
+    continues."""
     newest = select(event.c.time_s).order_by(event.c.position.desc()).limit(1)
     floor = select(meta.c.value).where(meta.c.key == CLOCK_FLOOR)
     return max(

@@ -81,8 +81,8 @@ class LeafStore(Protocol):
         """Delete copies that neither a list of leaves nor a claim needs; of equal copies keep the
         newest sound one.
 
-        copies: of all leaves, listed before `named` and `under_way` were determined; claims made
-        since then count, too.
+        copies: the copies of all leaves, listed before `named` and `under_way` were determined;
+        later claims are respected, too.
         """
 
 

@@ -2,9 +2,9 @@
 states share. Leaves are in a data folder or a bucket.
 
 The name of a state in leaves is the digest of its list, which is a blob like any other. The list
-becomes durable after all its leaves and thereby completes the state. Lists are collected as blobs
-are; a leaf is deleted when no remaining list names it, no upload relies on it, and no reader has
-it. A reader of such a state gets the safetensors file that its leaves make.
+becomes durable after all its leaves, which completes the state. Lists are collected as blobs are; a
+leaf is deleted when no remaining list names it, no upload relies on it, and no reader has it. A
+reader of such a state gets the safetensors file that its leaves make.
 """
 
 import hashlib
@@ -71,7 +71,8 @@ class DirectUpload:
         claims: LeafClaims,
         write_list: WriteList,
     ) -> None:
-        """have: the leaves that are in the store already, and stay until the upload ends."""
+        """Begin an upload. have: the leaves that are in the store already, and stay until the
+        upload ends."""
         self.name, self.have = name, have
         self._leaves, self._claims, self._write_list = leaves, claims, write_list
         self._is_over = False
@@ -204,8 +205,8 @@ class LeafBlobs:
     def __init__(
         self, whole: BlobStore, place: StatePlace, term: int, *, writes_leaves: bool, limits: Limits
     ) -> None:
-        """whole: the store of blobs that are one file. writes_leaves: also store as leaves the
-        states that come to the coordinator."""
+        """Open the stores. whole: the store of blobs that are one file. writes_leaves: also store
+        states that come to the coordinator as leaves."""
         self._whole, self._term, self.limits = whole, term, limits
         self.writes_leaves = writes_leaves
         self.claims, self.leaves, self.store_id = place.claims, place.leaves, place.store_id

@@ -188,7 +188,7 @@ class SharedBlobs:
         folder: str = FOLDER,
         suffix: str = SUFFIX,
     ) -> None:
-        """Begin without claims. folder, suffix: of the object names."""
+        """Begin without claims. folder, suffix: the folder and the suffix of the object names."""
         self._objects, self._cache, self._term = objects, cache, term
         self._folder, self._suffix = folder, suffix
         self._claims = Claims(monotonic)

@@ -44,7 +44,8 @@ class Known:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read both from a snapshot's file. Raises IntegrityError if it is no undamaged journal."""
+        """Read both from a snapshot's file. Raises IntegrityError if it is not an undamaged
+        journal."""
         file = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         try:
             (sound,) = file.execute("PRAGMA integrity_check(1)").fetchone()

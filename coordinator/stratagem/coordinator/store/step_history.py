@@ -58,7 +58,8 @@ from stratagem.coordinator.store.schema import history
 Ends = tuple[tuple[int, int], ...]
 """Pairs (segment, last step of the segment), in order."""
 _MAX_HEAD_BYTES = MAX_SERIES * (MAX_NAME * 6 + 32)
-"""The most bytes of names and numbers beside a row's values; a character may take six bytes."""
+"""The most bytes of names and numbers in addition to a row's values; a character may take six
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,8 +173,7 @@ def places_by_region(
 
 
 def sites_of(strategy: Federated) -> frozenset[str] | None:
-    """Return the sites that the job's regions name, which alone form the roster; None if they name
-    none."""
+    """Return the sites that the job's regions name, which alone form the roster, or None."""
     regions = strategy.options.regions
     if regions is None or not are_named(regions):
         return None

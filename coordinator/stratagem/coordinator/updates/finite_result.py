@@ -39,8 +39,9 @@ class FiniteResult:
     """Checks the results of one fold, window by window, for numbers that are not finite."""
 
     def __init__(self, manifest: Manifest, rule: Rule, base: StateReader | None = None) -> None:
-        """manifest: of the state, which places the windows. rule: computes the numbers, unless a
-        check names another rule. base: the state that the round began from."""
+        """Take the context of the checks. manifest: the manifest of the state, which locates the
+        windows. rule: the rule that computes the numbers, unless a check names another one. base:
+        the state that the round began from."""
         self._specs = [spec for spec in manifest.stored() if spec.size_bytes]
         self._offsets = [spec.offset for spec in self._specs]
         self._rule, self._base = rule, base

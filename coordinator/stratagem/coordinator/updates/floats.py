@@ -179,8 +179,8 @@ class Offload:
         self._is_held_up = False
 
     async def take(self, offset: int, pieces: Iterator[Data]) -> None:
-        """Write all pieces of an iterator, which runs in the thread; the queue must be empty.
-        Raises an error of the iterator or the sink."""
+        """Write all pieces of an iterator, which runs in the sink's thread; the queue must be
+        empty. Raises an error of the iterator or the sink."""
         self._worker = self._loop.run_in_executor(None, self._pass_on, offset, pieces)
         await asyncio.shield(self._worker)
 

@@ -59,7 +59,9 @@ class Rebasing:
     """Rebases a fold's late updates: their changes are applied to the round's base instead."""
 
     def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
-        """Open the states; bases: the base state of each late update, keyed by its index."""
+        """Open the round's base state, and the base states of its late updates. state: the digest
+        of the former. bases: the digest of each late update's base state, keyed by the update's
+        index."""
         with ExitStack() as files:
             opened = {
                 digest: open_state(files, store, digest) for digest in {state, *bases.values()}
@@ -72,8 +74,9 @@ class Rebasing:
         return index in self._bases
 
     def apply(self, index: int, dtype: str, offset: int, values: Wide, *, is_trained: bool) -> None:
-        """Rebase one window of an update in place; offset: of the window in the state. is_trained:
-        rebase by the update's change; otherwise only replace numbers that are not finite."""
+        """Rebase one window of an update in place; offset: the offset of the window in the state.
+        is_trained: add the update's change to the round's base; otherwise only replace numbers that
+        are not finite."""
         if index not in self._bases:
             return
         if not is_trained:
@@ -109,7 +112,7 @@ class FoldStoppedError(StratagemError):
 
 
 MOST_SAMPLES: Final = "the one with most samples"
-"""A description of the client whose integers are taken if clients differ, for the log."""
+"""The text, for the log, that names the client whose integers are taken if clients differ."""
 
 
 class Combination(Protocol):
@@ -258,7 +261,8 @@ def _check_arguments(
 
 def _windows(manifest: Manifest, num_elements: int, *, is_plain: bool) -> Iterator[_Window]:
     """Yield the windows of all data in order: cut at the window size, and where the type or
-    treatment changes. is_plain: all floating tensors are treated alike."""
+    treatment changes. is_plain: trained and other floating tensors are treated alike, so they may
+    share a window."""
     averaged = averaged_names(manifest)
 
     def kind(spec: TensorSpec) -> tuple[str, str, bool]:
@@ -285,7 +289,7 @@ class _Folder:
         rebasing: Rebasing | None,
         num_elements: int,
     ) -> None:
-        """Allocate the buffers. num_elements: of the largest window."""
+        """Allocate the buffers. num_elements: the number of elements of the largest window."""
         self.combination: Combination | None = None
         self.finite: FiniteResult | None = None
         self._server, self._rebasing = server, rebasing

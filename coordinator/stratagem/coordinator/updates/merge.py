@@ -154,7 +154,7 @@ def write_merged(
 
 _MODEL = "model/"
 Sources = Mapping[str, Sequence[tuple[int, TensorSpec]]]
-"""The location of each tensor's bytes, keyed by name: (number of a part, tensor there) in order."""
+"""The parts with each tensor's bytes, keyed by name: (number of a part, tensor in it) in order."""
 
 
 class WholeState(NamedTuple):
@@ -323,7 +323,8 @@ PiecedLeaf = tuple[PartPiece, ...]
 
 
 class _Placed(NamedTuple):
-    """A range of bytes of a state: its start there, and the piece of a part that has the bytes."""
+    """A range of bytes of a state: its start in the state, and the piece of a part with the
+    bytes."""
 
     start: int
     piece: PartPiece

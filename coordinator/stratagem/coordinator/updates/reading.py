@@ -232,7 +232,8 @@ class CodedSource:
     def __init__(
         self, layout: CodedLayout, data: CheckedData, before: Callable[[int, int], ByteArray]
     ) -> None:
-        """before: returns bytes of the state that the update began from, given (offset, number)."""
+        """Begin to read. before: returns bytes of the state that the update began from, given
+        (offset, number of bytes)."""
         self._layout, self._data, self._before = layout, data, before
         self._decoded: tuple[str, Decode] | None = None
         """The name of the tensor being read, and its decoder."""
@@ -267,7 +268,8 @@ class UpdateDecoding:
         expected: Manifest,
         bases: Sequence[Digest],
     ) -> None:
-        """expected: the manifest of the model; bases: the state that each update began from."""
+        """Begin to decode updates. expected: the manifest of the model. bases: the state that each
+        update began from."""
         self.job, self.expected = job, expected
         self._numerics, self._blobs, self._bases = numerics, blobs, bases
         self._files = ExitStack()

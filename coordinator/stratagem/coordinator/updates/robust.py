@@ -353,7 +353,8 @@ class WeightedSum:
     integers = staticmethod(_middle_integers)
 
     def __init__(self, weights: Sequence[float], base: StateReader | None = None) -> None:
-        """weights: of the updates, in client order; with `base`, the kept share of each change."""
+        """Make the rule. weights: the weights of the updates, in client order; with `base`, the
+        share of each change that is kept."""
         self.window_elements = window_of(len(weights))
         self._weights, self._base = weights, base
         self._divisor = fsum(weights) if base is None else float(len(weights))
@@ -390,7 +391,8 @@ def places_read(rule: RobustRule, num_updates: int, weights: Sequence[float]) ->
 def combination(
     rule: RobustRule, weights: Sequence[float], base: StateReader
 ) -> StatisticOfRows | WeightedSum:
-    """Return the fold rule for a robust rule; weights: of the updates read, in client order."""
+    """Return the fold rule for a robust rule. weights: the weights of the updates that are read, in
+    client order."""
     num = len(weights)
     match rule:
         case Median():

@@ -158,8 +158,8 @@ class ServerStep:
         self._writers = self._open_writers(store, manifest, metadata)
 
     def apply(self, dtype: str, offset: int, mean: Wide) -> None:
-        """Replace the mean of one window by the optimizer's result, in place; offset: of the window
-        in the state. Raises DivergedError if a slot leaves the range of its type."""
+        """Replace the mean of one window by the optimizer's result, in place; offset: the offset of
+        the window in the state. Raises DivergedError if a slot leaves the range of its type."""
         x = self._x.read(dtype, offset, mean.size)
         kept_as = slot_dtype(dtype)
         before = self._read_slots(kept_as, mean.size)
@@ -228,8 +228,9 @@ class GlobalAverage:
     """
 
     def __init__(self, store: BlobStore, before: Digest, manifest: Manifest, weight: float) -> None:
-        """Open the files. before: the average until now; "" before the first update, which takes
-        the parameters as they are. manifest: of the next state. weight: of its parameters."""
+        """Open the files. before: the average so far; "" before the first update, which copies the
+        parameters. manifest: the manifest of the next state. weight: the weight of its parameters
+        in the average."""
         self._files, self._weight = ExitStack(), weight
         self._finite = FiniteResult(manifest, AVERAGE)
         self._before: StateReader | None = None
@@ -246,9 +247,9 @@ class GlobalAverage:
             self._files = self._files.pop_all()
 
     def take(self, dtype: str, offset: int, values: Raw, *, is_trained: bool) -> None:
-        """Add one window of the next state to the average; offset: of the window in the state.
-        is_trained: average the elements, else copy them. Raises DivergedError if an average is not
-        finite although the state is."""
+        """Add one window of the next state to the average; offset: the offset of the window in the
+        state. is_trained: average the elements, else copy them. Raises DivergedError if an average
+        is not finite although the state is."""
         result = values
         if self._before is not None and is_trained:
             result = self._before.read_raw(dtype, offset, values.size)

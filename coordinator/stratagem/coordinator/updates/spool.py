@@ -71,7 +71,7 @@ _ROOT: Final = re.compile(rf"root(?:-(\d{{1,9}}))?(?:\.{VERIFIER}-(\d{{1,9}}))?(
 
 @dataclass(frozen=True, slots=True)
 class SpoolRun:
-    """A submission of a run since its last return to an earlier commit; updates belong to one."""
+    """The identity of a run for its updates: its submission, and its returns to earlier commits."""
 
     run_id: RunId
     submission: str = ""
@@ -101,7 +101,7 @@ class SpoolRun:
         return f"{name}.{self.submission}"
 
     def folder_of(self, party: Party, round_num: int) -> PurePosixPath:
-        """Return the folder of a round. Raises InvalidInputError if a part is no valid name."""
+        """Return the folder of a round. Raises InvalidInputError if a part is not a valid name."""
         segments = party.split("/") if party else []
         if not all(_SEGMENT.fullmatch(segment) for segment in segments):
             raise InvalidInputError.at("party", f"{party!r} is no path of names")
@@ -167,7 +167,7 @@ class SharedSpool:
         self._objects, self._term = objects, term
 
     def put(self, folder: str, entry: SpoolEntry) -> None:
-        """Upload a client's update into the client's folder, whereby the update is accepted."""
+        """Upload a client's update into the client's folder, which accepts the update."""
         facts = f"{entry.num_samples}-{entry.crc32c:08x}"
         name = f"{_FOLDER}/{folder}/{unique_name(self._term)}-{facts}.safetensors"
         num_bytes = entry.data_start + entry.data_bytes
@@ -304,8 +304,8 @@ class Spool:
         return self._writer(upload, publish)
 
     def look(self, key: SpoolKey, source: str = "") -> tuple[SpoolEntry | None, int]:
-        """Return the accepted update of a client or None, and the offset at which to resume pulling
-        an update from that source."""
+        """Return a client's accepted update or None, and the offset at which to resume pulling an
+        update from `source`, a worker process."""
         self._folder_of(key, make=True)
         try:
             entry = self.entry(key)
@@ -397,7 +397,7 @@ class Spool:
         """Delete leftovers of crashes for all runs except the kept ones.
 
         `kept` was read from the journal after this spool was opened, so a run that is not in it is
-        over. Folders that a later coordinator has begun since were not found then, and stay.
+        over. Folders that a later coordinator has begun since then are not known, and stay.
         """
         kept = list(kept)
         folders = {run.folder for run in kept}

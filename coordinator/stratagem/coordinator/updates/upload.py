@@ -134,7 +134,7 @@ class DataCheck:
             self._index += self.num_bytes == spec.offset + spec.size_bytes
 
     def _check(self, spec: TensorSpec, part: memoryview, offset: int) -> None:
-        """Check values of one tensor; offset: of these bytes in the tensor."""
+        """Check values of one tensor. offset: the offset of these bytes in the tensor."""
         item_bytes = dtype_named(spec.dtype).item_bytes
         if self._split_element:
             begin = offset - len(self._split_element)

@@ -1,5 +1,5 @@
-"""Fold rules other than the mean over rows, window by window: SCAFFOLD, q-FedAvg, FedNova, and
-means of regions."""
+"""The fold rules other than the mean weighted by rows: SCAFFOLD, q-FedAvg, FedNova, and means of
+regions. Each reads the updates window by window."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -57,8 +57,9 @@ class ControlledMean:
         *,
         begins_anew: bool,
     ) -> None:
-        """rows: of each client of the round; integers come from the client with most rows.
-        num_clients: of the federation. begins_anew: reset c to zero."""
+        """Make the rule. rows: the number of rows of each client of the round; integers are taken
+        from the client with most rows. num_clients: the number of clients in the federation.
+        begins_anew: reset c to zero."""
         self._largest, self._num_clients = rows.index(max(rows)), num_clients
         self._base, self._begins_anew = base, begins_anew
         self.window_elements = _WINDOW_ELEMENTS
@@ -137,7 +138,8 @@ def fair_shares(
 ) -> list[float]:
     """Return the q-FedAvg weight of each change; the weights sum to at most 1.
 
-    losses: of each client before training, at least 0. squared_lengths: of the changes.
+    losses: the loss of each client before training, at least 0. squared_lengths: the squared
+    lengths of the changes.
     """
     raised = [loss + LOSS_FLOOR for loss in losses]
     greatest = max(raised)
@@ -220,7 +222,8 @@ def runs_of(manifest: Manifest, is_special: Callable[[TensorSpec], bool]) -> lis
 def pieces(
     runs: Sequence[Run], dtype: str, offset: int, num_elements: int
 ) -> list[tuple[slice, bool]]:
-    """Cut a window into slices, with True for special data. offset: of the window's first byte."""
+    """Cut a window into slices, with True for special data. offset: the offset of the window's
+    first byte."""
     item_bytes = dtype_named(dtype).item_bytes
     end, parts = offset + num_elements * item_bytes, []
     for start, stop, kind in runs:
@@ -305,9 +308,11 @@ class RegionalMean:
     """A fold rule for the mean of updates, added up region by region; memory is two windows."""
 
     def __init__(self, regions: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
-        """regions: the indices of each region's updates; weights: samples of each update.
+        """Make the rule. regions: the indices of each region's updates. weights: the number of
+        samples of each update.
 
-        A single update is multiplied and divided, too: its region does not know that it is alone.
+        A single update, too, is multiplied by its weight and divided again, because its region does
+        not know that it is the only one.
         """
         assert sorted(place for region in regions for place in region) == list(range(len(weights)))
         self.window_elements = WINDOW_ELEMENTS
@@ -410,8 +415,8 @@ class MeanOfSums:
         model: Manifest,
         integers_of: int,
     ) -> None:
-        """num_samples: of each region's clients; integers_of: the index of the sum from which
-        integers are taken."""
+        """Make the rule. num_samples: the number of samples of each region's clients. integers_of:
+        the index of the sum from which integers are taken."""
         self.window_elements = WINDOW_ELEMENTS
         self._sources = [WholeSource(entry) for entry in sums]
         self._divisor, self._integers_of = fsum(num_samples), integers_of

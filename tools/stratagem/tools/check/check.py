@@ -115,7 +115,7 @@ _TRIED_ROWS: Final = 9
 _STREAMED_ROWS: Final = 64
 _STREAMED_TWICE: Final = 3
 _SAME: Final = 0.01
-"""The relative tolerance of "twice as large", as models with random numbers treat rows
+"""The tolerance with which a loss counts as doubled: models with random numbers treat rows
 unequally."""
 _NUM_NAMES: Final = 5
 """The largest number of names listed in a finding."""

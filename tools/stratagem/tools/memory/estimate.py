@@ -65,13 +65,14 @@ class StepMemory:
     """An estimate of one worker's device memory in a training step, in bytes; six parts add up to
     `total`.
 
-    gradients: all buckets, and buffers of the exchange. activations: the batch and what forward
-    keeps for backward. workspace: temporary memory at the peak. buffers: with the engine's copies,
-    and predictions that are kept. snapshot: of the state at a commit, in host memory;
-    num_snapshots: kept at a time. received: a state that clients of a federation begin from, in
-    host memory; num_received: kept at a time. num_copied: updates of that size, copied for a
-    coordinator on the same machine. rows: that pass through the model together. measured: the peak
-    of a real step, if one was made; the workspace then includes the unexplained rest.
+    gradients: all buckets, and the buffers of the exchange. activations: the batch, and what
+    forward keeps for backward. workspace: temporary memory at the peak. buffers: those of the model
+    with the engine's copies, and kept predictions. snapshot: one copy of the state at a commit, in
+    host memory; num_snapshots: how many are kept at a time. received: one state from which clients
+    of a federation begin, in host memory; num_received: how many are kept at a time. num_copied:
+    the number of updates of that size that are copied for a coordinator on the same machine. rows:
+    the rows that pass through the model together. measured: the peak of a real step, if one was
+    made; the workspace then includes the unexplained rest.
     """
 
     parameters: int
@@ -322,8 +323,8 @@ def _dtype_of(estimate: StepMemory) -> torch.dtype:
 
 
 def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
-    """Add the memory of the codec: per shard of the worker, its state before and after the step,
-    and the message; and for a moment the scratch for coding one shard."""
+    """Add the memory of the codec: for each of the worker's shards, the state before and after the
+    step, and the message; and temporarily the scratch memory for coding one shard."""
     spec = exchanged_codec(job.compression, job.strategy)
     if spec is None:
         return estimate
@@ -367,8 +368,8 @@ def _with_outer_messages(
 
 
 def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
-    """Add the gradients that phase training keeps: the history, a forecast to test, and those of a
-    predicted step."""
+    """Add the gradients that phase training keeps: the history, a forecast to test, and the
+    gradients of a predicted step."""
     if job.phases is None:
         return estimate
     predictor = job.phases.predictor
@@ -379,7 +380,7 @@ def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
 
 
 def _party(strategy: DataParallel, num_workers: int | None) -> ShardOwners:
-    """Return the replicas that the first of the workers computes; no other worker has more."""
+    """Return the shards of the first worker; no other worker has more."""
     num_replicas = strategy.num_replicas
     return ShardOwners(0, min(num_workers or num_replicas, num_replicas), num_replicas)
 
@@ -425,8 +426,8 @@ def _pieces(job: JobSpec, num_shards: int) -> int:
 def _gossip(
     job: JobSpec, site: Site, topology: str, num_nodes: int, num_members: int
 ) -> StepMemory:
-    """Estimate a worker under gossip: it holds a model for each of its nodes, one of which trains
-    at a time; the mean of all models, for evaluation; and copies of its nodes and of their
+    """Estimate a worker under gossip: it holds a model for each of its nodes, of which one trains
+    at a time, the mean of all models for evaluation, and copies of its nodes and their
     neighbours."""
     rows = _pieces(job, num_nodes)
     one_node = job.altered(batch_size=rows, strategy=Local())

@@ -85,14 +85,15 @@ class Site:
 
 
 def _loads_alike(job: JobSpec, known: JobSpec, data: dict[str, Dataset]) -> bool:
-    """Return True if both jobs load the same data. data: that of `known`; streams know theirs."""
+    """Return True if both jobs load the same data. data: the data of `known`. Streams depend on
+    more fields, so with streams the jobs must be equal."""
     if any(isinstance(dataset, StreamDataset) for dataset in data.values()):
         return job == known
     return _read_by_loading(job) == _read_by_loading(known)
 
 
 def _read_by_loading(job: JobSpec) -> tuple[Any, ...]:
-    """Return all parts of a job that decide which rows are loaded, or if they are refused."""
+    """Return the parts of a job that decide which rows are loaded, or whether they are refused."""
     execution = job.execution
     return (
         *(job.data, job.partition, job.seed, job.only_evaluates, job.evaluation),
@@ -382,7 +383,7 @@ def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> Shap
 # ---- Divided state ----
 
 _NUM_UNDER_WAY = 2
-"""The number of buckets that backward is filling, or that wait to be exchanged."""
+"""The number of gradient buckets that backward is filling, or that wait to be exchanged."""
 
 
 def _divided(reading: Reading, trainer: Trainer, party: ShardOwners) -> Reading:
@@ -437,7 +438,7 @@ def _saved_parameters(trainer: Trainer, share: float) -> int:
 
 def _saved_gradients(layout: BucketLayout, job: JobSpec, party: ShardOwners, share: float) -> int:
     """Return the bytes of gradients that a member with this share saves by freeing buckets during
-    the step. Its sums over several micro-batches stay whole."""
+    the step. With several micro-batches or shards, all buckets stay in memory."""
     rows = -(-job.batch_size // party.num_shards)
     is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
     sizes = [bucket.size_bytes for bucket in layout.buckets[:-1]]

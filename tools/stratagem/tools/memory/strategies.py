@@ -80,7 +80,7 @@ def num_known(topology: str, num_nodes: int, num_members: int, seed: int) -> int
 
 
 def plain_copies(num_nodes: int, layout: Layout, dtype: torch.dtype) -> NodeCopies:
-    """Return the memory for uncoded copies of nodes: buckets under way, one being mixed."""
+    """Return the memory for uncoded copies of nodes: buckets in transfer, and one in mixing."""
     tensors = [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in layout]
     slots = [0] * WINDOW
     for index, bucket in enumerate(plan_buckets(tensors)):
@@ -139,7 +139,7 @@ def outer_messages(
 # codec need not change a formula here. The numbers are those of codecs on the host.
 
 _MAX_ELEMENTS: Final = 1 << 20
-"""The number of elements of the small layout that is coded instead, in a fraction of a second."""
+"""The size of the smaller layout that is coded in place of the real one, to save time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +291,8 @@ def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mappi
 
 
 def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
-    """Estimate one pipeline stage from the whole model: parameters, and all that grows with them,
-    by the stage's nodes; temporaries as for the whole model."""
+    """Estimate one pipeline stage from the whole model: parameters and everything proportional to
+    them by the stage's nodes, temporaries as large as for the whole model."""
     parameters = sum(node.parameters for node in nodes)
     buffers = 2 * sum(node.buffers for node in nodes)  # the engine keeps a copy
     part = parameters / whole.parameters if whole.parameters else 0.0

@@ -1,7 +1,7 @@
 """Check that the rows of a job's data are the same whenever and wherever they are fetched.
 
-A row must be a function of its number and its key. Bytes are fingerprinted at once, as a data set
-may change an object after it has returned it.
+A row must be determined by its number and its random key. Bytes are fingerprinted at once, as a
+data set may change an object after it has returned it.
 """
 
 import hashlib
@@ -111,16 +111,16 @@ _SAME_KEYS: Final = BatchKeys(("row", "same"))
 _NUM_VALUES: Final = 4
 """Number of described values of each floating-point tensor, spread over all of it."""
 _CELLS: Final = 10
-"""Number of bits, relative to a tensor's largest value, to which described values are rounded."""
+"""The precision of described values, in bits relative to a tensor's largest value."""
 _SMALLEST: Final = 1e-6
-"""Lower bound of a tensor's largest value here: values that should be 0 differ in last bits."""
+"""A lower bound of a tensor's largest value: smaller values count as rounding noise around 0."""
 _ROUNDINGS: Final = ((1.0, 0.37), (math.sqrt(2.0), 0.81))
-"""(factor of the largest value, part of a cell) of each rounding: a value at the edge of a cell in
-one rounding is not at an edge in the other."""
+"""The scale and the offset (as a part of the rounding step) of two roundings, so that a value near
+a rounding boundary of one is not near a boundary of the other."""
 
 _Row = dict[str, list[str]]
-"""A digest per leaf (tensor or other single value) of a row; of a tensor its kind and a digest per
-rounding, one of which must match."""
+"""The digests of a row, keyed by leaf (tensor or other single value). A tensor has its kind and one
+digest per rounding, of which at least one must match on the other worker."""
 
 
 class _Description(BaseModel):
@@ -129,8 +129,8 @@ class _Description(BaseModel):
 
 
 def described_rows(job: JobSpec, data: Mapping[str, Dataset]) -> str:
-    """Describe some rows of each split as JSON, for comparison on other workers; return "" if rows
-    may rightly differ there, or if the text is too long."""
+    """Describe some rows of each split as JSON, for comparison on other workers; return "" if the
+    rows of other workers may rightly differ, or if the text is too long."""
     if job.data.entrypoint is None or not job.execution.deterministic:
         return ""
     splits = {split: dict(_rows_of(dataset)) for split, dataset in data.items()}
@@ -273,7 +273,7 @@ def check_stream(source: StreamSource, split: str, *, is_pure: bool) -> bool:
 
 
 def _begins_anew(source: StreamSource, first: _Read) -> bool:
-    """Return whether a source begins at its first row again when it is opened anew."""
+    """Return whether a source begins at its first row again when it is opened again."""
     return _read_streams(opened(source, 0, 0, None), 0).rows == first.rows
 
 

@@ -89,7 +89,7 @@ def training_split(data: Mapping[str, Dataset]) -> Dataset:
 
 
 def at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
-    """Return (the underlying data set, row numbers there) for these rows, through all subsets."""
+    """Return the data set below all subsets, and the numbers of these rows in it."""
     while isinstance(dataset, Subset):
         indices = dataset.rows.index_select(0, indices)
         dataset = dataset.base
@@ -176,7 +176,7 @@ class Readers(Protocol):
 
 
 Coming = tuple[Dataset, Tensor, BatchKeys]
-"""The arguments of a future call of `Gather`, so that its rows can be read ahead."""
+"""The arguments of a future call of `Gather`, for which rows are read ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +204,8 @@ class Gather:
     def __call__(
         self, dataset: Dataset, indices: Tensor, activity: str, keys: BatchKeys = _NO_KEYS
     ) -> tuple[Any, Any]:
-        """Return (x, y) of these rows in new storage. keys: of the random numbers of rows and
-        batch, for rows that are fetched one by one."""
+        """Return (x, y) of these rows in new storage. keys: the keys of the random numbers of the
+        rows and the batch, if rows are fetched one by one."""
         with user_code(activity):
             if self.cache is not None:
                 dataset = self.cache.of(dataset, self)
@@ -326,8 +326,7 @@ class DatasetCache:
         self._made: OrderedDict[int, tuple[Dataset, TensorDataset]] = OrderedDict()
 
     def of(self, dataset: Dataset, gather: Gather) -> Dataset:
-        """Return the cached form of a data set; random rows are drawn once, alike on all
-        workers."""
+        """Return the cached form of a data set; random rows are drawn once, alike everywhere."""
         if isinstance(dataset, Subset):
             return Subset(self.of(dataset.base, gather), dataset.rows)
         key = id(dataset)

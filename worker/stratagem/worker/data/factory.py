@@ -39,7 +39,7 @@ def made_data(
     given: Mapping[str, int],
     seed: int | None,
 ) -> dict[str, Dataset]:
-    """Return the data sets by split. given: the arguments of the function beside the job's
+    """Return the data sets by split. given: the arguments of the function besides the job's
     keywords, such as a client's number. seed: None leaves the generators unchanged."""
     factory = entrypoints.bind(function.entrypoint, function.kwargs, "data")
     with generators_kept(), user_code("loading data"):

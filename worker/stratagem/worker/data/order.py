@@ -88,7 +88,7 @@ class BatchOrder:
 
 
 class StreamOrder:
-    """Batches of a stream's rows, numbered without end: its shards are in different epochs."""
+    """Batches of a stream's rows, numbered without end: its shards may be in different epochs."""
 
     steps_per_epoch: Final = 1
 

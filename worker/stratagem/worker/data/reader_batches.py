@@ -82,7 +82,7 @@ class Layout:
 
 
 def view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the tensor at this byte offset of the memory; an empty tensor is made anew."""
+    """Return the tensor at this byte offset of the memory; an empty tensor is newly made."""
     num_bytes = shape.numel() * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)

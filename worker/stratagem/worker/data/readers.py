@@ -225,7 +225,7 @@ class ReaderPool:
         self._earlier = {}
 
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
-        """Return (x, y) of an order, like `dataset.read`, and raise the same errors."""
+        """Return the batch (x, y) of an order, with the result and the errors of `dataset.read`."""
         ticket = _pop_ticket(self._ahead, order) or self._give(order)
         if ticket is None:
             return dataset.read(order)

@@ -185,7 +185,7 @@ _COLLATES: Final = dict(default_collate_fn_map)
 
 
 def rows_without_draws(source: Any, numbers: Sequence[int]) -> list[Any] | None:
-    """Return these rows; None if fetching them runs code of the user's, or fails."""
+    """Return these rows; None if fetching them runs the user's code, or fails."""
     if not _is_plain(source):
         return None
     try:

@@ -218,7 +218,7 @@ def _with_rows(
     *,
     is_evaluated: bool,
 ) -> dict[str, Dataset]:
-    """Make the data sets for the arguments `given`. If they have no training rows, which is no
+    """Make the data sets for the arguments `given`. If they have no training rows, which is not an
     error, take the training rows of the first of `others` for which there are any.
 
     is_evaluated: the other splits are needed as made for `given`, so errors in making them are

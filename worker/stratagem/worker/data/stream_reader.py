@@ -1,8 +1,8 @@
 """Read one logical stream: rows of some shards of a source, epoch after epoch, at any position.
 
-The row at a position is a function of the source and the seed alone. A reader that is ahead of it
-goes back to a mark and reads again; one that is behind reads on. If the source has a state, each
-mark has one; otherwise a mark leads to the beginning of a shard.
+The row at a position is a function of the source and the seed alone. A reader that is past the
+position returns to a mark (a saved position) and reads again from there; another one reads on. If
+the source has a state, each mark has one; otherwise a mark leads to the beginning of a shard.
 """
 
 import json
@@ -180,9 +180,9 @@ class Mark:
 class StreamRules:
     """The values that determine the rows of a stream.
 
-    name: of the split, for errors. key: of random numbers, extended by epoch and row. block_rows:
-    number of rows shuffled together. has_states: a state of the source determines the rows after
-    it.
+    split: the name of the split, for errors. key: the key of random numbers, which is extended by
+    epoch and row. block_rows: the number of rows that are shuffled together. has_states: a saved
+    state of the source determines all rows after it.
     """
 
     split: str

@@ -184,7 +184,8 @@ class ReportedRates:
     """
 
     def __init__(self, spec: OptimizerSpec | None, turn: str = "") -> None:
-        """spec: None if nothing is trained. turn: which of a step's updates is the optimizer's."""
+        """Take the rates of an optimizer. spec: None if nothing is trained. turn: the turn of a
+        step that the optimizer makes."""
         rules = () if spec is None else spec.rules()
         groups = {name: lr for rule in rules for name, (lr, _) in rule.groups.items()}
         stem = f"{SERIES}.{turn}" if turn else SERIES
@@ -204,7 +205,8 @@ class ReportedRates:
     def of_update(self, factor: float, schedule: ShadowSchedule | None = None) -> dict[str, float]:
         """Return the learning rates of the next update, keyed by series.
 
-        factor: of the built-in schedule. schedule: the user's, which then sets the rates instead.
+        factor: the factor of the built-in schedule. schedule: the user's schedule, which sets the
+        rates instead of the factor if there is one.
         """
         if schedule is not None:
             rates = schedule.learning_rates()

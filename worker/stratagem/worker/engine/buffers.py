@@ -2,9 +2,8 @@
 
 Every shard starts from the buffers as they were before the step. Afterwards floating-point buffers
 become base + mean change over the shards, or just what the one shard made of them when there was
-only one; integer buffers take the change that shard 0 made. Changes ride in the extras of the
-exchange, so they are summed in the same fixed order as gradients. The module does not know
-gradients.
+only one; integer buffers take the change that shard 0 made. The changes travel in the exchange's
+extras, so they are summed in the same fixed order as gradients. The module does not know gradients.
 """
 
 from collections.abc import Iterator

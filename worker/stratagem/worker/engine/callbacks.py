@@ -303,7 +303,8 @@ NO_ANSWER: Final = StepAnswer()
 
 def wish_of(answer: StepAnswer, *, stop: bool) -> float:
     """Return this member's addend to the sum of all members' requests to stop. stop: whether to
-    stop after this step. answer: on_step's, which may request to stop before this step."""
+    stop after this step. answer: the answer of on_step, which may request to stop before this
+    step."""
     return float(stop) + (END if answer.wants_end else 0.0)
 
 
@@ -312,7 +313,7 @@ class AnswerExtras:
     to all members; empty if the job has no on_step."""
 
     def __init__(self, callbacks: Callbacks, first: int) -> None:
-        """first: the index of the first of these values among the extras."""
+        """Reserve the extras. first: the index of the first of these values among the extras."""
         self.num_extras = NUM_EXTRAS if callbacks.sees_steps else 0
         self._first = first
 

@@ -165,7 +165,7 @@ class LocalModels:
     """The separately trained models of one member, keyed by shard. Used by one thread."""
 
     def __init__(self, setup: Setup, models: Mapping[int, nn.Module], kind: str) -> None:
-        """kind: name of the models in the step history, such as "node"."""
+        """Make the trainers. kind: the models' name in the step history, such as "node"."""
         self._setup, self._job, self._kind = setup, setup.job, kind
         self.rows = TrainingRows(setup)
         self.num_steps = self.rows.num_steps

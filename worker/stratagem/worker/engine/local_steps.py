@@ -349,7 +349,7 @@ class OuterFragment:
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Load the result of `state`; begin anew if it has no tensors of this fragment."""
+        """Load the result of `state`; start over if it has no tensors of this fragment."""
         self._optimizer.state.clear()
         self._under_way = self.sums = None
         for name, param in self._named:
@@ -423,9 +423,9 @@ class LocalStepsTrainer:
     ) -> StepReport:
         """Make a step of each replica here, and the outer step of all replicas if it is due.
 
-        A replica is a shard; `stop` is ignored, as replicas have no step in common. The loss covers
-        these replicas; numbers measured when replicas are joined cover all. After an error the
-        trainer cannot be used any more.
+        A replica is a shard; `stop` is ignored, as replicas have no step in common. The loss is
+        that of the replicas held here; numbers measured at a join are those of all replicas. After
+        an error the trainer cannot be used any more.
         """
         local_steps, step = self._models.take_step(self.step, owned, num_shards), self.step + 1
         joined = self._outer.after(exchange, step)

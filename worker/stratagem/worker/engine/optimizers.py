@@ -108,7 +108,7 @@ def average_of(job: JobSpec, params: Sequence[tuple[str, nn.Parameter]]) -> Weig
 
 
 def evaluated(job: JobSpec, average: WeightAverage | None) -> AbstractContextManager[None]:
-    """Context manager inside which the parameters have the values that the job evaluates."""
+    """Context manager in which parameters have their averages, if the job evaluates these."""
     if average is None or job.evaluation is None or job.evaluation.of != "average":
         return nullcontext()
     return average.in_place()
@@ -143,7 +143,7 @@ class SGD(torch.optim.SGD):
         momentum_buffer_list: list[Tensor | None],
     ) -> bool:
         """Fill the lists with the tensors to update together; if only some parameters have no
-        momentum yet, update these right here."""
+        momentum yet, update these at once."""
         lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
         has_sparse = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
         if not (group["fused"] and group["momentum"]):

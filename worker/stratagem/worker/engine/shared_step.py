@@ -221,8 +221,8 @@ class StepExtras:
         raise UserCodeError("ReplicasDiffer", message, activity=f"training step {step}")
 
     def logged(self, total: Tensor, own: LoggedSums | None) -> LoggedSums:
-        """Return the values logged by all shards. own: those of one of this member's shards, if
-        any; raises UserCodeError unless the names are equal everywhere."""
+        """Return the values logged by all shards. own: the values of one of this member's shards,
+        if it has any. Raises UserCodeError unless all shards have logged the same names."""
         if not self._may_log:
             return {}
         names = None if own is None else tuple(own)
@@ -269,8 +269,7 @@ class SharedStep:
     update: Update
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
-        """Make one turn (one of a step's updates) over the batch. num_turns: the turns of a
-        step."""
+        """Make one turn (one of a step's updates) over the batch. num_turns: turns per step."""
         exchange = share.exchange
         self.buffers.snapshot()
         self.setup.execution.begin_batch(batch.num_rows)

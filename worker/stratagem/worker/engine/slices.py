@@ -1,10 +1,10 @@
 """The part of an optimizer that one member keeps, if each member owns a slice of all parameters.
 
-Each parameter of which the member owns something has one piece: a view of those elements, with
-moments of its own. With a mirror it also has the pieces of the member before it, and steps them
-too: from the same sums to the same bits, so that what a member owns is there when it is gone. The
-optimizer steps pieces as it would step whole parameters, with the same bits for the optimizers that
-a job may name with it. The module does not know how these travel.
+For each parameter of which the member owns some elements it has one piece: a view of these elements
+with their own optimizer state. With a mirror it also has the pieces of the previous member and
+updates them to the same bits from the same sums, so that they survive the loss of that member. The
+optimizer updates pieces as if they were whole parameters; only optimizers for which this gives the
+same bits are allowed. The module does not know how slices are transferred.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -100,8 +100,8 @@ class OptimizerPieces:
         is_mirrored: bool = False,
         blocks: GatheredBlocks | None = None,
     ) -> None:
-        """optimizer: a new one over all parameters, which is changed to step the pieces instead.
-        blocks: gathers the parameters, if only pieces are kept here."""
+        """Make the pieces. optimizer: a new one over all parameters, changed to update the pieces
+        instead. blocks: gathers the parameters, if only pieces of them are kept here."""
         for name, param in params:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
@@ -267,8 +267,8 @@ class OptimizerPieces:
         return {full: value for full, (_, _, value) in tensors.items()}, numbers
 
     def own_state(self, *, of_mirror: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return (tensors by `SliceName`, metadata) of this member's slice; of_mirror: of the
-        mirrored one."""
+        """Return (tensors by `SliceName`, metadata) of this member's slice or, with of_mirror, of
+        the mirrored slice."""
         return self._named_state(self._mirrored if of_mirror else self._pieces)
 
     def part_of_model(
@@ -324,7 +324,7 @@ class OptimizerPieces:
         self, model: nn.Module, *, of_mirror: bool
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return `own_state` together with the parameters of the same slice, each under all its
-        names; of_mirror: of the mirrored slice."""
+        names; with of_mirror, of the mirrored slice."""
         pieces = self._mirrored if of_mirror else self._pieces
         named, numbers = self._named_state(pieces)
         by_param = {self._identity(piece.param): piece for piece in pieces}
@@ -415,8 +415,8 @@ def make_pieces(
     share: StateShare,
     model: nn.Module,
 ) -> OptimizerPieces:
-    """Make the pieces of all parameters that this member's optimizer steps. layout: of the gradient
-    buckets."""
+    """Make the pieces of all parameters that this member's optimizer steps. layout: the layout of
+    the gradient buckets."""
     owners, blocks = divide_slices(layout, share.size), None
     if share.is_full:
         trained = {id(param) for _, param in params}

@@ -163,7 +163,7 @@ class Exchange(Protocol):
         """True if the exchange goes through memory shared by the members of a host."""
 
     def cut(self) -> None:
-        """Make a running step raise, here and soon at the peers; from any thread."""
+        """Make a running step raise, here and soon at the peers. May be called from any thread."""
 
     def close(self) -> None:
         """Free all connections; call `cut` first."""

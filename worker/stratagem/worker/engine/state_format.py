@@ -1,7 +1,7 @@
 """Convert a trainer's state to named tensors and metadata, and back.
 
 Names are `model/<state_dict name>` and `optimizer/<parameter name>/<key>`. Numbers that an
-optimizer keeps as Python values stand in the metadata under the same names. Loading copies into
+optimizer keeps as Python values are in the metadata under the same names. Loading copies into
 storage that torch allocated. The module knows neither files nor streams.
 """
 
@@ -37,7 +37,7 @@ def state_metadata(step: int, further: Mapping[str, str] | None = None) -> dict[
 
 
 def step_of(metadata: Mapping[str, str]) -> int:
-    """Return the number of steps of a state; raises InvalidInputError for another format."""
+    """Return the number of steps of a state. Raises InvalidInputError for another format."""
     if metadata.get("format") != _FORMAT:
         raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
     return int(metadata["step"])

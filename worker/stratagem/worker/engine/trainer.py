@@ -51,7 +51,8 @@ class Trainer:
     """Trainer of a model that all members hold alike. Used by one thread."""
 
     def __init__(self, setup: Setup, share: StateShare | None = None) -> None:
-        """share: the slice of the optimizer's state that is kept here; None: all of it."""
+        """Make the trainer. share: this member's slice of the optimizer's state, or None for
+        all."""
         self.setup, self.job, self.model = setup, setup.job, setup.model
         self.callbacks, self.share = setup.callbacks, share
         job, execution = setup.job, setup.execution

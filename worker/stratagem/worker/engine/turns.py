@@ -45,8 +45,7 @@ def by_turn(
 def make_optimizer_of(
     job: JobSpec, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
-    """Make a new optimizer of these parameters as the job defines it; with turns, one per turn, in
-    order."""
+    """Make a new optimizer of these parameters as the job defines it; with turns, one per turn."""
     fused = job.execution.fusion
     if job.turns is None:
         return make_optimizer(job.optimizer, params, fused=fused, entrypoints=entrypoints)
@@ -91,8 +90,8 @@ class StepTurn:
 def make_turns(
     job: JobSpec, entrypoints: EntryPoints, passes: Passes, policy: StepPolicy, named: NamedParams
 ) -> list[StepTurn]:
-    """Make the turns of a job's steps. policy: of the whole step; weights are averaged after the
-    last turn."""
+    """Make the turns of a job's steps. policy: the policy of the whole step; the weight average is
+    updated after the last turn."""
     if job.turns is None:
         return [StepTurn(named, passes, policy)]
     assert isinstance(policy.optimizer, OptimizersInOrder)

@@ -71,7 +71,7 @@ def plan_tree(
     up: list[Hop | Addition] = []
 
     def add_up(node: Node) -> tuple[int, int]:
-        """Plan a node's sum; return (the member that has it then, the index of its set there)."""
+        """Plan a node's sum; return (the member that then has it, the index of its set with it)."""
         if node in held:
             return held[node]
         below = split_node(node)
@@ -365,7 +365,8 @@ WINDOW = 4
 
 
 class DirectMethod:
-    """All-reduce in which each member adds its slices in the tree; bits depend on shards only."""
+    """The all-reduce in which each member sums its slices in tree order: shards alone fix the
+    bits."""
 
     suffix = ""
 
@@ -444,8 +445,8 @@ class _DirectRun:
         self.turn.wait(self.rest)
 
     def _has_window(self, bucket: int, index: int) -> bool:
-        """Return whether a bucket is in its window (send buffer). If the window is free, while
-        piece `index` is the first not yet added, the bucket is copied there."""
+        """Return whether a bucket is in its window (send buffer). It is copied into the window
+        first, if that is free and piece `index` is the first one not yet added."""
         if self.lent is None or bucket < self.num_filled:
             return True
         before = bucket - NUM_WINDOWS
@@ -460,7 +461,7 @@ class _DirectRun:
         return True
 
     def _send_ready(self, index: int) -> None:
-        """Send piece `index` after its bucket's launch, and later ready ones that fit the
+        """Send piece `index` after its bucket's launch, and later ready pieces within the
         window."""
         last = min(index + self.window, len(self.pieces))
         if not self.link.in_order:

@@ -106,7 +106,7 @@ class LinkParameters:
         """Do nothing: a member takes part in a round only after its update."""
 
     def cut(self) -> None:
-        """Make the present round raise; from any thread."""
+        """Make the present round raise. May be called from any thread."""
         self._transport.cut()
 
     def close(self) -> None:

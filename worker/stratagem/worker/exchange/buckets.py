@@ -117,7 +117,7 @@ class GradientBuckets:
 
     def give_back(self, bucket: int) -> None:
         """Free a bucket's memory in all sets: nothing may read or write it any more, and no `.grad`
-        may refer to it, since an unexpected backward pass would write there."""
+        may refer to it, since an unexpected backward pass would write to it."""
         for param in self._in_bucket[bucket]:
             param.grad = None
         for flats in self._sets:

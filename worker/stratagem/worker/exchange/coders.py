@@ -75,8 +75,7 @@ def coder_of(
 
 
 class HostCoder:
-    """A coder in numpy, which copies gradients to the host, if they are not there, and decoded
-    values back."""
+    """A coder in numpy, which copies gradients of a device to the host, and decoded values back."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -137,7 +136,7 @@ class DeviceCoder:
     def __init__(
         self, form: Form, codec: Codec, layout: Sequence[TensorLayout], device: torch.device
     ) -> None:
-        """form: the codec's device form. codec: its numpy form, which defines the state."""
+        """Make the coder. form: the device form. codec: the numpy form, which defines the state."""
         self._form, self._device = form, device
         self._sizes = {name: x.size for name, x in codec.initial_state().items()}
         names = [f"{RESIDUAL}{spec.name}" for spec in layout]
@@ -315,7 +314,7 @@ def with_scales(scales: FloatArray, codes: Sequence[Tensor]) -> list[list[Tensor
 
 
 def unpacked(payload: Tensor, host: ByteArray, numel: int) -> Tensor:
-    """Decode the bytes of one tensor to float32 values."""
+    """Decode one ternary tensor from its bytes to float32 values."""
     codes, scale = _codes_and_scale(payload, host)
     return kernels.unpack(codes, numel, scale)
 

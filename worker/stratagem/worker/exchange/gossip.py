@@ -110,12 +110,12 @@ class GossipExchange:
 
     @_raising_anew
     def mix(self, step: int, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
-        """Mix once: x_i <- Σ_j w_ij x_j, in place, for this member's nodes, with public copies
-        where there are any.
+        """Mix once: x_i <- Σ_j w_ij x_j, in place, for this member's nodes, through public copies
+        if the job has a codec.
 
         Products and sums are float64, in order of j, rounded once. All members call it equally
-        often, with tensors of the same shapes. Returns the distances of each of these nodes. Raises
-        ExchangeError when a neighbour is lost or silent, or after cut.
+        often, with tensors of the same shapes. Return the `Distances` of each of these nodes.
+        Raises ExchangeError when a neighbour is lost or silent, or after cut.
         """
         if self._public is not None:
             return self._mix_coded(step, tensors, self._public)
@@ -360,7 +360,7 @@ class Waiter:
                 raise ExchangeError(self._error)
 
     def fail(self, reason: str) -> None:
-        """Make the present wait and all later ones raise; from any thread, any number of times."""
+        """Make the present and all later waits fail. May be called from any thread, repeatedly."""
         with self._changed:
             self._error = self._error or reason
             self._changed.notify_all()

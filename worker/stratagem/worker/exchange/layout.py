@@ -290,7 +290,7 @@ class FewGradients:
     """Faster `parts_of` for small gradients on the CPU: the same bits, by preallocated buffers."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
-        """Allocate the buffers. shapes: of the gradients, at most one block each."""
+        """Allocate the buffers. shapes: the shapes of the gradients, each of at most one block."""
         self._copies = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
 
     def parts(self, grads: Sequence[Tensor | None], numerics: int) -> list[Tensor]:

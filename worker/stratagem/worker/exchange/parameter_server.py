@@ -231,7 +231,7 @@ class ServerTransport:
         deadline_s: float,
         coded: CodedFreight | None = None,
     ) -> None:
-        """coded: sent instead of sums in steps in which coded messages take fewer bytes."""
+        """Begin without a step. coded: the payloads to send instead of sums if they are smaller."""
         self.deadline_s = deadline_s
         self.num_buckets = len(layout.buckets)
         self._sums, self._coded = SumFreight(layout, rank, side.device), coded

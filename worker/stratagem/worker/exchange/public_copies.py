@@ -72,8 +72,8 @@ class PublicCopies:
         weights: Sequence[Mapping[int, float]],
         numerics: int,
     ) -> None:
-        """params: those of any node, for shapes. weights: by node, the mixing weights of its
-        neighbours and itself."""
+        """Begin without copies. params: the parameters of any node, for their shapes. weights: for
+        each node, the mixing weights of its neighbours and of itself."""
         spec = job.compression
         assert spec is not None
         self._layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in params)
@@ -142,7 +142,7 @@ class PublicCopies:
         return {**copies, **codec_state}
 
     def load(self, node: int, tensors: Mapping[str, Tensor]) -> None:
-        """Load a node's copies; if the state has none, they begin equal to the node's model."""
+        """Load a node's public copies; copies that the state lacks begin as the node's model."""
         self._copies[node] = [
             _array(f"{PUBLIC}{spec.name}", spec.numel, tensors)
             if f"{PUBLIC}{spec.name}" in tensors

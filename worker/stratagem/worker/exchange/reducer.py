@@ -176,7 +176,7 @@ class SingleMemberReducer:
         self.discard()
 
     def cut(self) -> None:
-        """Make finish raise; from any thread."""
+        """Make `finish` raise. May be called from any thread."""
         self._is_cut = True
 
     def close(self) -> None:
@@ -228,8 +228,8 @@ class GradientReducer:
         slices: SliceExchange | None = None,
         parameters: ParameterTransport | None = None,
     ) -> None:
-        """compressor: encodes each shard before it is added. slices: set if sums stay with the
-        owners of slices. parameters: set if parameters do, too."""
+        """Take over the transport. compressor: encodes each shard before it is added. slices: given
+        if sums stay with the owners of slices. parameters: given if these stay, too."""
         self.buckets, self.party, self.transport = buckets, party, transport
         self.slices, self.parameters = slices, parameters
         self._compressor = compressor

@@ -185,14 +185,14 @@ class SharedTransport:
             raise
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return every member's numbers, by rank. Others have read those of the previous step when
-        they launch this step's buckets."""
+        """Return every member's norms, by rank. They overwrite the norms of the previous step,
+        which all members have read before they launch this step's buckets."""
         self._norms[self._party.rank].copy_(own)
         self.meet()
         return self._norms
 
     def open_sums(self) -> Sequence[Tensor]:
-        """Block until all sums are there; return the previous member's, in its buckets or apart."""
+        """Block until all sums are complete; return those of the previous member's slice."""
         self.meet()
         return self._sums[(self._party.rank - 1) % self._party.size]
 
@@ -317,7 +317,7 @@ def prepare_blocks(
 
 
 class _Staying(NamedTuple):
-    """The owners with which the sums of slices stay, and the sums' storage if it is not set 0."""
+    """Where the sums of slices stay: their owners, and this member's storage if it is not set 0."""
 
     stays: bool
     kept: KeptSums | None

@@ -56,7 +56,7 @@ class SliceOwners:
         return (rank - 1) % len(self.parts)
 
     def places_of_norms(self) -> list[list[tuple[int, range]]]:
-        """Return for each parameter the ranks that have its norms, and the norms' indices there."""
+        """Return for each parameter the ranks with its norms, and the norms' indices at these."""
         places: dict[int, list[tuple[int, int, range]]] = {}
         for rank, parts in enumerate(self.parts):
             start = 0
@@ -149,7 +149,7 @@ def keep_sums(
     *,
     is_mirrored: bool = False,
 ) -> KeptSums:
-    """Allocate the storage of a member's sums; is_mirrored: also that of the member before it."""
+    """Allocate the storage of a member's sums; is_mirrored: and of the previous member's sums."""
     ranges = [slices[rank] for slices in owners.slices]
     flats = [
         torch.zeros(stop - start, dtype=layout.buckets[bucket].dtype, device=device)

@@ -132,7 +132,7 @@ class FragmentExchange:
         return self.reducers[0].shares_memory
 
     def cut(self) -> None:
-        """Make all transfers raise; from any thread."""
+        """Make all transfers raise. May be called from any thread."""
         for reducer in self.reducers:
             reducer.cut()
 

@@ -37,8 +37,8 @@ class SliceExchange:
         is_mirrored: bool = False,
         kept: KeptSums | None = None,
     ) -> None:
-        """is_mirrored: this member also updates the previous member's slice. kept: the storage of
-        own sums, if not in buckets."""
+        """Make the exchange. is_mirrored: this member also updates the previous member's slice.
+        kept: the storage of this member's sums, if they are not in buckets."""
         self._buckets, self._owners, self._rank = buckets, owners, rank
         self._transport, self._kept_sums = transport, kept
         self._parts = owners.parts[rank]
@@ -109,8 +109,8 @@ class SliceExchange:
         return norm_parts, all(bool(flat[-1]) for flat in given)
 
     def share(self, pieces: Sequence[Tensor], params: Sequence[nn.Parameter]) -> None:
-        """Copy the updated own parts (flat, in order) into the parameters of all members, and the
-        others' here. Raises ExchangeError; the parameters may then be of two steps."""
+        """Copy the updated own parts (flat, in order) into all members' parameters, and the others'
+        parts into this one's. Raises ExchangeError; the parameters may then be of two steps."""
         with torch.no_grad():
             _copy(self.sums(), [piece.detach() for piece in pieces])
             failpoint("worker.slices.updated")
@@ -211,7 +211,7 @@ class LinkSlices:
         self._gather_sums = _prepare(link, cuts, flats, 1 + len(cuts), without=pairs - following)
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return every member's numbers, by rank; they are exchanged over the link."""
+        """Return every member's norms, by rank; they are exchanged over the link."""
         self._by_rank[self._rank].copy_(own)
         self._transport.run_between(self._run, self._gather_norms)
         host = self._norms.cpu()
@@ -239,8 +239,8 @@ def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
 def _prepare_kept(
     link: Link, cuts: Sequence[Cut], owners: SliceOwners, sums: KeptSums, mirrored: KeptSums
 ) -> Gathering:
-    """Return the transfers of this member's sums to the next member, and of the previous member's
-    sums to here; their tags follow those of `_prepare`."""
+    """Return the transfers that send this member's sums to the next member and receive the previous
+    one's; their tags follow those of `_prepare`."""
     before, after = owners.mirrored_rank(link.rank), (link.rank + 1) % link.size
     sends: list[Transfer] = []
     receives: list[Transfer] = []

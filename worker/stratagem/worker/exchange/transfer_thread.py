@@ -94,8 +94,7 @@ class MeshTransport:
         deadline_s: float,
         num_further_tags: int = 0,
     ) -> None:
-        """Start the thread. num_further_tags: the number of tags per step that `run_between` may
-        use."""
+        """Start the thread. num_further_tags: the tags per step for `run_between`."""
         self.deadline_s = deadline_s
         self._link, self._method, self._side = link, method, side
         self._num_tags = max(1, method.num_tags + num_further_tags)

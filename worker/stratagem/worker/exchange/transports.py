@@ -98,7 +98,7 @@ class ReductionTransport(Protocol):
         ExchangeError."""
 
     def cut(self) -> None:
-        """Make `finish` raise soon; from any thread."""
+        """Make `finish` raise soon. May be called from any thread."""
 
     def close(self) -> None:
         """Free threads and links. Nothing writes into the sets afterwards."""
@@ -129,7 +129,7 @@ class SoloTransport:
                 total.div_(self._divisor)
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return the only member's numbers: a lone member owns everything."""
+        """Return the only member's norms: a lone member owns everything."""
         return [own]
 
     def open_sums(self) -> Sequence[Tensor]:
@@ -175,7 +175,7 @@ class ParameterTransport(Protocol):
         """Declare this member's parts updated; block until all have. Raises ExchangeError."""
 
     def cut(self) -> None:
-        """Make calls in progress raise; from any thread."""
+        """Make calls in progress raise. May be called from any thread."""
 
     def close(self) -> None:
         """Free threads and links. The memory stays with its users."""
@@ -216,7 +216,7 @@ class SliceTransport(Protocol):
     calls in the same order, between a step's `finish` and the next step's `begin`."""
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
-        """Return the float64 numbers of every member, by rank, valid until the next call. Raises
+        """Return every member's norms (float64), by rank, valid until the next call. Raises
         ExchangeError."""
 
     def open_sums(self) -> Sequence[Tensor]:

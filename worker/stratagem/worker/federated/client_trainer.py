@@ -82,9 +82,10 @@ class ClientRound:
     loss: float
     num_steps: int
     metrics: Mapping[str, float]
-    """max_grad_norm: the largest finite 2-norm of a step's gradient before clipping. skipped_steps,
-    if they may occur: the number of steps skipped as not finite. Also the means of values logged by
-    the step function, and the latest values logged by on_step."""
+    """The metrics of the client's steps. max_grad_norm: the largest finite 2-norm of a step's
+    gradient before clipping. skipped_steps, if they may occur: the number of steps skipped as not
+    finite. Also the means of values logged by the step function, and the latest values logged by
+    on_step."""
     trained: frozenset[str]
     """Names of the trainable parameters; tied parameters have several names."""
     num_applied: int

@@ -49,8 +49,8 @@ from stratagem.worker.user_code.entrypoints import user_code
 # Source: McMahan et al. 2018, https://arxiv.org/abs/1710.06963 (flat clipping).
 
 _SHORTER: Final = 2.0**-24
-"""Share by which the clipping factor is reduced at first, then twice that, until the change
-fits."""
+"""The initial amount by which the clipping factor is reduced if rounding makes the clipped change
+too long; it is doubled until the change fits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -430,8 +430,7 @@ class MaskedUpdate:
 def masked_update(
     base: Mapping[str, Tensor], trained: Mapping[str, Tensor], masking: Masking, weight: int
 ) -> MaskedUpdate:
-    """Return the masked change from `base` to `trained`. Raises UserCodeError if it is not
-    finite."""
+    """Return the masked change from `base` to `trained`. Raises UserCodeError if not finite."""
     model, _ = manifest_of(trained, Purpose.UPDATE)
     layout, rule = MaskedLayout(model), masking.rule
     words = np.empty(layout.num_elements + 1, rule.word)

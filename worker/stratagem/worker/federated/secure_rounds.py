@@ -174,7 +174,8 @@ def _check(request: pb.SecureRoundRequest) -> None:
 
 
 def _as_plan(request: pb.SecureRoundRequest) -> pb.ExecuteRequest:
-    """Return the request as a training plan, about which the site is asked."""
+    """Return the training plan that corresponds to the request, to ask the site for its
+    admission."""
     return pb.ExecuteRequest(
         session=types_pb2.SessionRef(run_id=request.run_id, party=request.party),
         segment=request.round_num,

@@ -197,8 +197,8 @@ class WorkerSigner:
         self._tls, self._revoked = tls, revoked
 
     def identity(self, root: bytes) -> SignedIdentity:
-        """Return the identity with which others verify this worker's signatures. root: of the
-        client's secrets; without a certificate, the signing key is derived from it."""
+        """Return the identity with which others verify this worker's signatures. root: the root of
+        the client's secrets, from which the signing key is derived if there is no certificate."""
         if self._tls is None:
             return _own_identity(root)
         return _identity_of(self._tls, self._tls.read())

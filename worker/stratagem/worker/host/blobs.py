@@ -250,7 +250,7 @@ class _RunBlobs:
     """Digests of dropped states, at most the newest MAX_DROPPED."""
 
     def note_federation(self, federation: str) -> None:
-        """Note that a client of this federation trains here."""
+        """Note that a client of this federation trains on this worker."""
         self.federations[federation] = None
         self.federations.move_to_end(federation)
         if len(self.federations) > MAX_FEDERATIONS:

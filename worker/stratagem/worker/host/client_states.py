@@ -27,10 +27,10 @@ _SUFFIX: Final = ".safetensors"
 
 
 class ClientStateStore:
-    """The states of all clients that train here. Used by the torch thread."""
+    """The states of all clients that train on this worker. Used by the torch thread."""
 
     def __init__(self, folder: Path, worker_id: str) -> None:
-        """folder: for the states; it outlives the process."""
+        """Take the folder. folder: where the states are stored, beyond the life of the process."""
         self._folder, self._worker_id = folder, worker_id
 
     def path(self, run_id: str, client: int, round_num: int) -> Path:

@@ -131,7 +131,7 @@ class LastWords:
             self._say(who)
 
     def step(self, number: int) -> None:
-        """Record the number of applied steps (while a client trains: of begun steps)."""
+        """Record the number of applied steps; while a client trains, the number of steps begun."""
         if self._map is not None:
             struct.pack_into("<q", self._map, _STEP, number)
 

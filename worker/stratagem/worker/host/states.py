@@ -114,7 +114,7 @@ class SignedStream(Generic[R]):
     def __init__(
         self, requests: AsyncIterator[Any], make: Callable[..., R], idle_timeout_s: float
     ) -> None:
-        """requests: the call's requests after the header. idle_timeout_s: how long to wait for a
+        """Make the stream. requests: those after the header. idle_timeout_s: how long to wait for a
         URL."""
         self._requests, self._idle_timeout_s = requests, idle_timeout_s
         self._make: Callable[..., R] = make
@@ -210,8 +210,7 @@ async def received_list(
     limits: Limits,
     idle_timeout_s: float,
 ) -> LeafList:
-    """Receive a state's list of leaves after the header. Raises IntegrityError for a wrong
-    digest."""
+    """Receive a state's list of leaves after the header. Raises IntegrityError for a bad digest."""
     most = len(MAGIC) + MAX_HEADER_BYTES
     most += 32 * (limits.max_total_bytes // LEAF_BYTES + limits.max_tensors + 1)
     if header.list_bytes > most:

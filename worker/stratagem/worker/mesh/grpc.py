@@ -177,7 +177,7 @@ class GrpcTransfer:
     __slots__ = ("__weakref__", "_out", "copy", "is_done", "size_bytes", "step", "tag", "tensor")
 
     def __init__(self, out: _Outbound, tag: int, tensor: Tensor, step: int, copy: HostCopy) -> None:
-        """copy: the tensor on the host, or on its way there."""
+        """Begin the send. copy: the tensor on the host, or on its way there."""
         self._out, self.tag, self.step = out, tag, step
         self.tensor, self.copy = tensor, copy
         self.size_bytes = tensor.nbytes

@@ -58,7 +58,8 @@ class Link(Protocol):
     def recv(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer: ...
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the peers; from any thread, repeatedly."""
+        """Make every wait fail soon, here and at the peers. May be called from any thread,
+        repeatedly."""
 
     def close(self) -> None:
         """Free the link. No received tensor is written afterwards, if the caller has dropped its
@@ -73,8 +74,7 @@ class MessageLink(Protocol):
         """Name of the engine: "shm", "grpc"."""
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Open a step: from now on accept these messages, (source, tag), once, and no older
-        ones."""
+        """Open a step: from now on accept these messages, (source, tag), once, no older ones."""
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int) -> PendingTransfer: ...
 
@@ -128,7 +128,7 @@ class Forming(Generic[F]):
             raise ExchangeError("cut while the group was being formed") from None
 
     def cut(self) -> None:
-        """End the wait for the link; from any thread, any number of times."""
+        """End the wait for the link. May be called from any thread, repeatedly."""
         self._link.cancel()
 
     def _run(self) -> None:

@@ -149,7 +149,7 @@ class PeerHub:
             self.loop.call_soon_threadsafe(function)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that is stopped with this hub; on the event loop."""
+        """Start a task, which ends with this hub. Must be called on the event loop."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -366,7 +366,7 @@ class SharedGroup:
             self._wait(left_s)
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the peers; from any thread."""
+        """Make every wait fail soon, here and at the peers. May be called from any thread."""
         with self._lock:
             self.is_cut = True
             for sock in self._sockets.values():

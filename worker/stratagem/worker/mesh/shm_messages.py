@@ -84,8 +84,7 @@ class SlotLink:
         return work
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """Open a step: from now on accept these messages, (source, tag), once, and no older
-        ones."""
+        """Open a step: from now on accept these messages, (source, tag), once, no older ones."""
         self._box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
@@ -120,7 +119,7 @@ class SlotLink:
         return work.is_done and self._ways[work.peer].is_flushed
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the peers; from any thread."""
+        """Make every wait fail soon, here and at the peers. May be called from any thread."""
         self._box.end("the link was cut")
         with self._lock:
             if not self._is_closed:
@@ -232,7 +231,7 @@ class _Way:
             self._waiting.popleft()
 
     def _slot_for(self, size_bytes: int) -> _Slot | None:
-        """Return the smallest sufficient free slot, or a new one; None if the peer must free some
+        """Return the smallest sufficient free slot, or a new one; None if a slot must be freed
         first."""
         for only_look in (True, False):
             fitting = [s for s in self._slots if s.is_free and len(s.room) >= size_bytes]

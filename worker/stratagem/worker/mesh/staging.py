@@ -31,7 +31,7 @@ class HostCopy:
     __slots__ = ("_arrived", "_host")
 
     def __init__(self, host: Tensor, arrived: DeviceEvent | None) -> None:
-        """arrived: the event at which the copy is complete; None if it is complete already."""
+        """Take a tensor. arrived: the event at which the copy is complete; None: it is complete."""
         self._host, self._arrived = host, arrived
 
     async def arrive(self) -> Tensor:

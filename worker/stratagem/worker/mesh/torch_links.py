@@ -29,7 +29,8 @@ class ProcessGroupLink:
     name = ""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
-        """group: an object of the backend's class, whose methods take lists of tensors."""
+        """Take over the group, an object of the backend's class with methods on lists of
+        tensors."""
         self.rank, self.size = rank, size
         self._group: Any = group
         self._sent, self._received = over(self.name, SENT), over(self.name, RECEIVED)
@@ -145,7 +146,7 @@ def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
 
 
 def _duplicate(fd: int) -> socket.socket | None:
-    """Return a duplicate of the socket with this descriptor; None if it is no socket (any more)."""
+    """Return a duplicate of the socket with this descriptor; None if that is no longer a socket."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -258,8 +259,7 @@ class GlooLink(ProcessGroupLink):
                 self._changed.notify_all()
 
     def failed(self, what: str, error: RuntimeError) -> ExchangeError:
-        """Return an error with the first line of gloo's message, without its advice and C++
-        stack."""
+        """Return an error with the first line of gloo's message, without advice and C++ stack."""
         return ExchangeError(f"{what}: {str(error).splitlines()[0]}")
 
     def _watch(self) -> None:

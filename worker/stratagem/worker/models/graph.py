@@ -56,7 +56,8 @@ _RAISED: Final = (
         _INTO_A_CHILD,
     ),
 )
-"""(text in the message of a failed trace, the line's fault, the remedy)."""
+"""The causes of a failed trace: a text in the error's message, what the line of code does wrong,
+and the remedy."""
 _MODULES: Final = {
     kind.__name__.lower(): kind.__name__
     for kind in (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Flatten)
@@ -152,8 +153,8 @@ def _raised(error: Exception) -> tuple[str, str]:
 
 
 def _done_by(node: fx.Node, line: _Line | None) -> tuple[str, _Line | None, str]:
-    """Return (fault, line, remedy) for a node that is not a call of a child with the previous
-    output."""
+    """Return (fault, line, remedy) for a node of the trace other than a call of a child with the
+    output of the previous one."""
     name = getattr(node.target, "__name__", str(node.target))
     match node.op:
         case "placeholder":

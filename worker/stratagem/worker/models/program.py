@@ -137,7 +137,7 @@ def draws_random_numbers(module: nn.Module) -> bool:
 def runs_only_known_code(model: nn.Module) -> bool:
     """Return whether a pass through the model surely runs only code of torch and Stratagem.
 
-    False if the model has a class, hook or function of the user's, or a tensor subclass.
+    False if the model has a class, hook or function of the user, or a tensor subclass.
     """
     return (
         not has_hooks_for_all_modules()

@@ -135,8 +135,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class _RestoredBuffers(AbstractContextManager[None]):
-    """Context manager, usable several times, in which buffers have their values from its
-    creation."""
+    """Reusable context manager in which buffers have their values from its creation."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers, self._before = buffers, _copies(buffers)

@@ -303,11 +303,11 @@ def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
 
 @cache
 def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) -> str | None:
-    """Return torch's reason why the device cannot compute this kind of layer in these numbers; None
-    if it can.
+    """Return torch's reason why the device cannot compute this kind of layer in this number format;
+    None if it can.
 
-    Other errors are raised and not cached: a lack of memory, and errors that a plain layer in
-    single precision meets, too.
+    Errors that have another cause are raised and not cached: a lack of memory, and errors that also
+    occur for a Linear layer in single precision.
     """
     try:
         _tried(KINDS[kind], numbers, device, trains)
@@ -321,7 +321,7 @@ def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) ->
 
 
 def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
-    """Compute the layer as a job would, whatever torch modes the caller has set."""
+    """Compute the layer as a job would, independently of the caller's torch modes."""
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")  # torch warns about its choice of an algorithm
         with torch.autocast(device.type, enabled=False):

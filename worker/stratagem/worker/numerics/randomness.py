@@ -2,9 +2,10 @@
 
 Before every module that may draw random numbers the default generator is seeded with a key of
 (seed, step, shard, micro-batch; module name; number of the call). So a dropout mask is the same
-whichever worker computes the shard. Where nothing draws, as in most evaluations, seeding takes a
-tenth of the time of a small model. So a repeatable computation may be tried without seeding: if the
-generators are unchanged, nothing has drawn from them, and the results are those with seeding.
+whichever worker computes the shard. If nothing draws, as in most evaluations, seeding would cost a
+tenth of the time of a small model. So a computation that can be repeated is first tried without
+seeding: if the generators are unchanged afterwards, nothing has drawn from them, and the results
+are the same as with seeding.
 """
 
 import hashlib
@@ -32,8 +33,8 @@ from stratagem.worker.models.program import draws_random_numbers, runs_only_know
 
 @dataclass(slots=True)
 class _Hook:
-    """Forward hook that seeds the generators before each call of a module. Compiled code is not
-    interrupted for idle hooks."""
+    """Forward hook that seeds the generators before each call of a module. Compiled code is
+    interrupted (by a graph break) only for hooks that are not idle."""
 
     owner: "KeyedRandomness"
     name_key: int
@@ -48,12 +49,13 @@ class _Hook:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The seeding of modules that compiled code skips in one computation: their hooks are idle."""
+    """The effect that idle hooks, which compiled code skips, would have had on the generators in
+    one run of a module."""
 
     skipped: Mapping[int, int]
-    """Number of calls of modules with idle hooks, keyed by a hash of the name."""
+    """The number of calls of modules with idle hooks, keyed by a hash of the module's name."""
     last: int | None
-    """The module seeded last, if its hook is idle; else None."""
+    """The module that was seeded last, if its hook is idle; else None."""
 
 
 class KeyedRandomness:
@@ -118,8 +120,8 @@ class KeyedRandomness:
         self._untouched = [generator.get_state() for generator in self._generators]
 
     def has_failed(self) -> bool:
-        """Return whether the trial has drawn random numbers and must be repeated. After a failure
-        `begin_trial` is the same as `begin`."""
+        """Return whether the trial has drawn random numbers, so that it must be repeated with
+        seeding. After a failure `begin_trial` is the same as `begin`."""
         if self._untouched is None:
             return False
         pairs = zip(self._generators, self._untouched, strict=True)
@@ -176,7 +178,7 @@ class KeyedRandomness:
                     self._resting.append((module, number, hook))
 
     def _wake(self) -> None:
-        """Put the hooks back, before any that were added meanwhile."""
+        """Put the hooks back, in front of hooks that were added meanwhile."""
         self._untouched = None
         for module, number, hook in self._resting:
             hooks = module._forward_pre_hooks

@@ -27,7 +27,8 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
 class Logged(NamedTuple):
-    """A number that is shown beside the loss: a mean over `weight` rows, tokens or the like."""
+    """A number that is shown in addition to the loss: a mean over `weight` rows, tokens or the
+    like."""
 
     name: str
     mean: float | Tensor
@@ -63,7 +64,7 @@ LossFunction = Callable[[Any, Any, int], LossValue]
 
 @dataclass(frozen=True, slots=True)
 class NamedLoss:
-    """A loss known by name (see the table below) with its settings; runs no code of the user's."""
+    """A loss known by name (see the table below) with its settings; runs no code of the user."""
 
     name: str
     function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]
@@ -224,7 +225,7 @@ class Objective(Protocol):
 
     @property
     def may_log(self) -> bool:
-        """True if it may log numbers beside the loss."""
+        """True if it may log numbers besides the loss."""
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
         """Compute the forward pass and the loss of a micro-batch; the caller runs backward."""

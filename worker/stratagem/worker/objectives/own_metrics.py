@@ -5,7 +5,7 @@ A function gets the outputs and the targets of all rows, in order. An object wit
 user's loop. So the numbers depend neither on the assignment of batches to members nor on the number
 of members. The states of such objects cannot be merged instead: torchmetrics 1.9 puts the rows of
 the merged one first, and takes means for single values. Only clients, whose rows are never
-together, report their states beside the values, where the states are sums.
+together, report their states in addition to the values, where the states are sums.
 """
 
 import copy

@@ -52,7 +52,7 @@ from stratagem.worker.session.control import MemberView
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """This member's position: rank `rank` of `width` ranks in replica `replica`."""
+    """This member's position: its rank among the `width` ranks of a replica, and the replica."""
 
     view: MemberView
     width: int
@@ -178,7 +178,7 @@ def _meet(
 
 
 def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) -> Group:
-    """Return the group, for connections, of the members with these ranks, of which this is one."""
+    """Return the group for connections of the members with these ranks, this one included."""
     party = f"{work.key.party}/{name}".lstrip("/")
     worker_ids = tuple(view.members[peer].worker_id for peer in ranks)
     rank, size = ranks.index(view.rank), len(ranks)

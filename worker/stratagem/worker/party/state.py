@@ -288,8 +288,7 @@ def _gathered(
     survival: Survival,
     share: StateShare,
 ) -> Trainer:
-    """Send the slices that others need from here, receive the rest, and load this member's
-    share."""
+    """Send the slices that others need from here, receive the rest, and load this member's part."""
     me, given = view.rank, dict[int, State]()
     copies = _copies(work, survival, members, me)
     if copies is not None and me in survival.givers:
@@ -346,7 +345,7 @@ def _come_to(work: ExecutionContext, survival: Survival) -> None:
 
 
 def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
-    """Return a copy of this member's slice; of_mirror: of the mirrored one."""
+    """Return a copy of this member's slice or, with of_mirror, of the mirrored slice."""
     assert trainer.pieces is not None
     tensors, numbers = trainer.pieces.slices(trainer.model, of_mirror=of_mirror)
     return state_format.copied(tensors), state_format.state_metadata(trainer.step, numbers)
@@ -355,7 +354,7 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
 def _gift(
     work: ExecutionContext, survival: Survival, copies: KeptSlices, members: Members, me: int
 ) -> State:
-    """Return copies of the slices that this member gives; the donor adds the undivided state."""
+    """Return copies of the slices that this member sends; the donor adds the undivided state."""
     tensors, metadata = copies.given(survival.slices_of(me))
     if me != survival.donor:
         return tensors, metadata

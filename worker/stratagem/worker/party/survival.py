@@ -12,7 +12,7 @@ from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMembe
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """A complete set of slices that survives among the members, and the members that give them."""
+    """A complete set of slices that the remaining members still hold, and who sends each one."""
 
     membership: int
     """The membership at which the state was divided."""
@@ -39,14 +39,15 @@ class Survival:
 
 
 def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival | None:
-    """Return the surviving slices to continue from; None if nobody holds anything newer than the
-    base.
+    """Return the complete set of slices from which to continue; None if nobody holds anything newer
+    than the base.
 
-    It is that of the newest division whose slices are all left, after the newest such step. Members
-    may be at different divisions: if members change while the state is being divided anew, some
-    already hold their new slices, and keep the earlier ones for the others. A member that was cut
-    off may be a step ahead of these. Raises SoleCopyLostError if a slice was lost with all members
-    that held it.
+    A division is an assignment of the slices to the members of one membership. The result belongs
+    to the newest division of which all slices are left, at the newest step for which they are.
+    Members may hold slices of different divisions: if the membership changes while the state is
+    being divided again, some members already hold their new slices, and keep the earlier ones for
+    the others. A member that lost its connections may be one step ahead of the others. Raises
+    SoleCopyLostError if a slice was lost with all members that held it.
     """
     said = [member.slices for member in members if member.HasField("slices")]
     divisions = {slices.membership for slices in said}
@@ -88,8 +89,9 @@ def _survival(
     copies: Mapping[int, KeptSlices],
     late: Container[int],
 ) -> Survival:
-    """Return the survival of one division at one step. late: members that finish the step late.
-    Raises SoleCopyLostError if a slice or the undivided state is lost."""
+    """Return the complete set of slices that is left of one division of the state, after one step.
+    late: the members that can still finish this step. Raises SoleCopyLostError if a slice or the
+    undivided state is lost."""
     holders = {rank: member for rank, member in held.items() if _can_be_at(member, step)}
     keepers = {rank: copy for rank, copy in copies.items() if copy.step == step}
     sizes = [peer.slices.size for peer in held.values()] + [copy.size for copy in copies.values()]

@@ -101,8 +101,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of a run so far. `average_losses` has no phases without a loss, such as
-    PREDICT."""
+    """Statistics of a run so far. `average_losses` lacks phases without a loss, such as PREDICT."""
 
     counts: Counts
     cycles: int
@@ -324,7 +323,7 @@ class PhaseTraining:
         return tensors, {_SCHEDULE: dump_state(self._state), _HISTORY: json.dumps(history)}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Load the result of `state`; begin anew if it is from a job without phases."""
+        """Load the result of `state`; start over if it is from a job without phases."""
         self.reset()
         if _SCHEDULE not in metadata:
             return
@@ -399,7 +398,8 @@ class PassTimer:
     """Measures the seconds of each step, and reports them to the phases."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: synchronised where that is needed to tell forward from backward."""
+        """Begin without times. device: the device, which is synchronised where that is needed to
+        tell forward from backward."""
         self._device = device
         self._is_backward = False
         self._step_began_s = self._mark_s = 0.0

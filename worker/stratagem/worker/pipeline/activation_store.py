@@ -34,9 +34,9 @@ _ROOT: Final = "root"
 class ActivationStore:
     """The object store through which stages may send activations.
 
-    Used in the torch thread, and by a thread that forms a party; never by two at once. url:
-    file:///DIR, s3://BUCKET/PREFIX (endpoint and keys from the AWS_* variables of the environment),
-    or "" for none.
+    Used in the torch thread, and by a thread that forms a party, but never by two threads at once.
+    url: file:///DIR, s3://BUCKET/PREFIX (endpoint and keys from the AWS_* variables of the
+    environment), or "" for none.
     """
 
     def __init__(self, url: str) -> None:

@@ -78,8 +78,8 @@ class Agreement:
         return counted
 
     def sum_tied(self) -> list[bool]:
-        """Sum the gradients of tied parameters over all ranks, into the .grad of the first copy
-        here; return for each own parameter whether backward reached it."""
+        """Sum the gradients of tied parameters over all ranks, into the .grad of the first copy on
+        this rank; return for each parameter of this rank whether backward reached it."""
         for rank, shared in self._tied_with.items():
             if shared:
                 self._send(_TIED, rank, self._gradients_of(shared))
@@ -96,8 +96,8 @@ class Agreement:
         return [total is not None for total in totals]
 
     def summarize(self, scalars: StepScalars) -> tuple[StepSummary, float]:
-        """Return the step's summary over all ranks, and the largest request to stop (0 for none).
-        Norms are those of the .grad of the first copies."""
+        """Return the step's summary over all ranks, and the largest `stop` of any rank (see
+        StepScalars). Norms are those of the .grad of the first copies."""
         grads = {
             weight.name: weight.param.grad for weight in self.own if weight.param.grad is not None
         }
@@ -236,7 +236,7 @@ class StageExchange:
         return any(line is not None and line.name == SharedGroup.name for line in lines)
 
     def cut(self) -> None:
-        """Cut all connections; from any thread, any number of times."""
+        """Cut all connections. May be called from any thread, repeatedly."""
         self.transport.cut()
         for line in self._lines():
             line.cut()

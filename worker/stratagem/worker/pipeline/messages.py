@@ -234,7 +234,7 @@ class StageTransport(Protocol):
         """End the pass: return once none of its messages is in transfer any more."""
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the other ranks; from any thread."""
+        """Make every wait fail soon, here and at the other ranks. May be called from any thread."""
 
 
 class LocalPost:

@@ -77,8 +77,8 @@ class Gauge(Protocol):
     """The interface of observers that measure a pass."""
 
     def time(self, kind: TaskKind) -> AbstractContextManager[None]:
-        """Return a context manager around the computation of one micro-batch, without waiting and
-        sending."""
+        """Return a context manager around the computation of one micro-batch, without waits and
+        sends."""
 
     def sent(self, rank: int, message: Message) -> None:
         """Note that a message is sent to another rank."""

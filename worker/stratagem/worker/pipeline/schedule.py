@@ -30,7 +30,8 @@ class Schedules:
     def __init__(
         self, asked: str, lane: StageChannel, device: torch.device, *, is_pipelined: bool
     ) -> None:
-        """asked: a schedule's name, or "auto". is_pipelined: a step has several micro-batches."""
+        """Choose the schedule, unless it is to be measured. asked: a schedule's name, or "auto".
+        is_pipelined: a step has several micro-batches."""
         self._asked, self._lane = asked, lane
         self.name = "1f1b" if asked == AUTO else asked
         """The name of the schedule in use."""
@@ -156,8 +157,7 @@ def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
 
 
 def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
-    """Return a one-way message's median seconds; 0 on the higher rank. The lower one sends
-    first."""
+    """Return a one-way message's median seconds; 0 on the higher rank. The lower sends first."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)
     requests = [_address(lane, pass_number, 2 * i, low, high) for i in numbers]

@@ -1,8 +1,8 @@
 """Run one stage on a worker: forward and backward of one micro-batch.
 
-What enters is made the beginning of a graph of its own: one leaf per use of a value, so that the
-gradients of uses in different stages can be added in the order of the model's program. The module
-knows neither schedules nor transports.
+The tensors that a stage receives begin a separate autograd graph: each use of a value is one leaf,
+so that the gradients of uses in different stages can be added in the order of the model's program.
+The module knows neither schedules nor transports.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,8 +56,9 @@ class StagePart:
         *,
         ends_single: bool,
     ) -> None:
-        """interval: number of nodes that are recomputed together in backward; None to keep all
-        activations. ends_single: convert the model's 16-bit outputs to float32."""
+        """Take the nodes of a stage. interval: the number of nodes that are recomputed together in
+        backward; None to keep all activations. ends_single: convert the model's 16-bit outputs to
+        float32."""
         nodes = set(plan.stages[stage].nodes)
         self._program, self._modules, self._device = plan.program, modules, device
         self._ends_single = ends_single

@@ -1,9 +1,9 @@
 """Measure how long the stages of one rank compute and wait in each step, and record a timeline.
 
-Always measured, so it has to cost next to nothing: two looks at a clock around what is computed for
-a micro-batch. On a GPU, which works while the host goes on, events in its stream take their place
-and are read when the step has ended; nothing is waited for in between. The module does not know
-what a stage computes.
+The times are always measured, so measuring must cost almost nothing: the clock is read before and
+after the computation of each micro-batch. On a GPU, which works asynchronously, events are recorded
+in its stream instead and read when the step has ended, without waiting in between. The module does
+not know what a stage computes.
 """
 
 import time

@@ -236,7 +236,8 @@ def check_resumed_state(
     """Check that a state is that of the step from which the run must continue, and that steps
     remain.
 
-    metadata: the state's; without a step if a federation made it. num_steps: of the whole training.
+    metadata: the metadata of the state, which has no step if a federation made it. num_steps: the
+    number of steps of the whole training.
     """
     state_step = metadata.get("step", str(initial.step))
     if state_step != str(initial.step):
@@ -304,8 +305,8 @@ Layout: TypeAlias = list[tuple[object, ...]]
 def structural(
     work: ExecutionContext, model: nn.Module, variants: Iterable[pb.Variant]
 ) -> list[str]:
-    """Return the names of the job's variants whose states have another structure than the job's.
-    model: the job's."""
+    """Return the names of the job's variants whose states have another structure than the job's
+    state. model: the model of the job itself."""
     names: dict[str, None] = {}
     job, entrypoints = work.job, work.entrypoints
     trained = [

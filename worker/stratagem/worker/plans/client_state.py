@@ -163,7 +163,7 @@ def keep(
     """Write the client's private state; return the round as it is sent, and the digest of the state
     if it is kept here.
 
-    model: the client's own model, where it has one. base: the global state. kept: the state at the
+    model: the client's own model, if it has one. base: the global state. kept: the state at the
     beginning of the round. Raises InvalidInputError if it cannot be written, UserCodeError if it is
     not finite.
     """
@@ -286,8 +286,7 @@ def correction(base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[st
 def control_moved(
     base: Mapping[str, Tensor], own: Mapping[str, Tensor], done: ClientRound
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (c_k after the round, Δc). If all its steps had learning rate zero, the client keeps
-    its c_k."""
+    """Return (c_k after the round, Δc). c_k stays if all learning rates were zero."""
     moved, changed = {}, {}
     for name in _names(base):
         before, param = own[name], name.removeprefix(CONTROL)

@@ -2,8 +2,8 @@
 replay.
 
 `PlanExecution` manages the plan on the event loop (queued, running, finished, running again under a
-newer view) and its hand-over to the torch thread. An error of a plan becomes a typed result there,
-or the error of every attached call when it is a defect of Stratagem.
+newer view) and its hand-over to the torch thread. In that thread an error of a plan becomes a typed
+result, or the error of every attached call when it is a defect of Stratagem.
 """
 
 import asyncio
@@ -446,7 +446,7 @@ def typed_errors(work: ExecutionContext) -> Iterator[None]:
 
     Refusals of torch to compute with the tensors of the job's model and data become errors of the
     job, too, also where our code has called torch: a repeated plan would fail again. Other
-    RuntimeErrors of ours, of the interpreter or of the host are unchanged.
+    RuntimeErrors, which our code, the interpreter or the host raises, are unchanged.
     """
     try:
         yield

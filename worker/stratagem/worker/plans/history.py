@@ -36,7 +36,7 @@ class StepHistory:
     def __init__(
         self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int
     ) -> None:
-        """step: the number of applied steps."""
+        """Begin to record. step: the number of applied steps."""
         self._work, self._stride = work, int(plan.history_stride)
         self._before = int(plan.history_from_step)
         """Number of steps in the history before those of this plan."""
@@ -191,11 +191,12 @@ class StepHistory:
 
 
 class ClientHistory:
-    """Records and sends the steps of a client in a round, if the job asks for it. Used by the torch
+    """Records and sends the steps of a client in a round, if the job asks for it. For the torch
     thread."""
 
     def __init__(self, work: ExecutionContext, num_steps: int | None) -> None:
-        """num_steps: number of steps of a round; None if not known in advance."""
+        """Begin to record. num_steps: the number of steps of a round; None: not known in
+        advance."""
         recording, strategy = work.job.recording, work.job.strategy
         self._recorder: Recorder | None = None
         self._observes = recording is not None and recording.observed
@@ -255,7 +256,8 @@ class SentParts:
     """Sends the step history of one execution in parts. Used by the torch thread."""
 
     def __init__(self, work: ExecutionContext, stride: int = 0) -> None:
-        """stride: steps per row of the history, if the coordinator does not know it."""
+        """Begin without sent parts. stride: the number of steps per row of the history, if the
+        coordinator does not know it."""
         self._work, self._stride = work, stride
         self._sent_s = -SEND_INTERVAL_S
         self._sha256 = hashlib.sha256()

@@ -458,8 +458,8 @@ def own_metrics(
 ) -> pb.OwnMetrics | None:
     """Return the user's own metrics if `parts` has all batches; otherwise keep their inputs.
 
-    None if the job has no such metrics, or this member no batches. wants_sums: the rows are those
-    of one client, which also reports the metrics' states if these are sums.
+    None if the job has no such metrics, or this member has no batches. wants_sums: the rows are
+    those of one client, which also reports the metrics' states if these are sums.
     """
     if evaluator.own is None:
         return None

@@ -153,7 +153,7 @@ REMIND_S: Final = 60.0
 SELDOM_S: Final = 3600.0
 """Maximum seconds between two logs of a lasting failure."""
 LOOK_AGAIN_EVERY: Final = 10
-"""Number of consecutive failures after which a problem of identity is looked for again."""
+"""Consecutive failures after which the connection is examined again for an identity problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,8 @@ class Agent:
     def _take(
         self, answer: pb.HeartbeatResponse | pb.HeartbeatStreamResponse, sent_s: float | None
     ) -> None:
-        """Process an answer to a heartbeat. sent_s: when that was sent, if the answer is to one."""
+        """Process an answer. sent_s: when the heartbeat was sent that it answers; None if it
+        answers none."""
         if sent_s is not None and answer.time_s:  # an older coordinator does not send it
             self.clock.note(sent_s, time.time(), answer.time_s)
         self._see(answer.term)

@@ -41,7 +41,7 @@ SETTLED_S: Final = 1.0
 """Seconds after which a parked stream is replaced at once when it ends."""
 CLOSE_TIMEOUT_S: Final = 2.0
 LOOK_AGAIN_EVERY: Final = 10
-"""Number of consecutive failures after which a problem of identity is looked for again."""
+"""Consecutive failures after which the connection is examined again for an identity problem."""
 
 log = structlog.get_logger(__name__)
 

@@ -365,7 +365,8 @@ class WorkerServicer(WorkerServiceServicer):
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
     ) -> None:
-        """Check the fence (term, membership) of a session's call; of an order, remember it."""
+        """Check the fence (term, membership) of a session's call; remember it if this is an
+        order."""
         run_id, party = check_run_id(session.run_id), check_party(session.party)
         await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
 

@@ -106,7 +106,7 @@ class Sessions:
         self.fences = FenceGuard()
 
     def find_execution(self, request: pb.ExecuteRequest) -> PlanExecution | None:
-        """Return the execution of a request, after attaching it there; None if there is none."""
+        """Attach a request to its execution, and return the execution; None if there is none."""
         session = self._sessions.get(key_from(request.session))
         execution = session.find(key_of(request)) if session is not None else None
         if execution is not None:
@@ -381,7 +381,8 @@ class FenceGuard:
     async def check(
         self, fence: types_pb2.Fence, run_id: str, party: str, *, is_order: bool = True
     ) -> None:
-        """Raise StaleError if leadership term or membership is too old; remember that of orders."""
+        """Raise StaleError for a too old leadership term or membership; remember an order's
+        membership."""
         await self.check_term(fence.term)
         key = (run_id, party)
         seen = self._memberships.get(key, 0)

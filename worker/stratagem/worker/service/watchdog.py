@@ -44,7 +44,7 @@ LONGEST_PAUSE_S: Final = 1.0
 LOOKS: Final = 8
 """Minimum number of checks within each limit."""
 HUNG: Final = 10
-"""If the event loop does not run for this multiple of the limit, the stacks are written."""
+"""The stacks are written if the event loop stands still for this multiple of the limit."""
 REARM_S: Final = 5.0
 """Minimum seconds between two restarts of the timer that writes the stacks."""
 _EVENT_LOOP: Final = "MainThread"

@@ -153,7 +153,7 @@ class SessionState:
     own_recorders: dict[str, Recorder] = field(default_factory=dict)
     """Records that only this member has, keyed by node or stage; "" for the whole party."""
     shown_step: int = -1
-    """The latest step for which on_step was called here."""
+    """The latest step for which this session has called on_step."""
     answer: StepAnswer = NO_ANSWER
     """The answer of on_step for `shown_step`."""
     activity: str = ""
@@ -241,10 +241,10 @@ class ExecutionContext:
     def exchange_timeout_s(self) -> float:
         """Return the longest wait for another member inside a step.
 
-        Any step may compile new code, with the first batch of a shape, which takes minutes on a
-        busy machine. A dead or frozen member is detected by its connections and its lease, so only
-        a cut between living workers is detected later. Replicas that take local steps may differ by
-        the duration of each of them.
+        Any step may compile new code for the first batch of a shape, which takes minutes on a busy
+        machine. A dead or frozen member is detected by its connections and its lease, so only a cut
+        between living workers is detected later. Replicas wait for each other only after their
+        local steps, so each of these adds to the wait.
         """
         compiles = self.job.execution.mode != "Eager"
         timeout_s = self.host.exchange_timeout_s * (local_steps_of(self.job.strategy) or 1)
@@ -358,8 +358,8 @@ class ExecutionContext:
     ) -> Trainer:
         """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded.
 
-        share: the slice of the optimizer's state to keep; None for all. folder: of files that hold
-        the model instead of memory.
+        share: the slice of the optimizer's state to keep; None for all. folder: the folder of files
+        that hold the model instead of memory.
         """
         trainer = build_trainer(
             self.job,

@@ -198,7 +198,7 @@ class Control:
         return self._block(self._race(work, self._stand_attended))
 
     def view_after(self, membership: int) -> MemberView:
-        """Return a view of a higher membership. Raises AwaitView if there is none yet."""
+        """Return the view of a newer membership. Raises AwaitView if there is none yet."""
         self._stand(None)
         if self._view.membership <= membership:
             raise AwaitView(membership)
@@ -285,7 +285,7 @@ class Outbox:
     """The messages of one execution, for any number of attached calls."""
 
     def __init__(self, worker_id: str, disclosure: Disclosure | None = None) -> None:
-        """disclosure: a site's rules; None to send everything."""
+        """Begin without messages. disclosure: a site's rules; None to send everything."""
         self._worker_id, self._disclosure = worker_id, disclosure
         self._changed = asyncio.Event()
         self._needed: dict[int, pb.NeedBlob] = {}  # by serial number

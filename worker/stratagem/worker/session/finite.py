@@ -46,7 +46,8 @@ def diverged(
 
 
 def parameters_of(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and averages in a state, without buffers. model: of the same form."""
+    """Return the parameters and averages in a state, without buffers. model: a model of the same
+    structure."""
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = model.state_dict(keep_vars=True).keys() - params
     return {name: tensor for name, tensor in tensors.items() if _is_parameter(name, others)}

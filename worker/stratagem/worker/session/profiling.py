@@ -32,7 +32,8 @@ class StepRecorder:
     """Records steps by torch's profiler: a context manager around a segment's steps."""
 
     def __init__(self, work: ExecutionContext, name: str = TRAINING) -> None:
-        """name: a step's name in the recording. Evaluations are recorded if nothing else is."""
+        """Take the settings. name: the name of a step in the recording. Evaluations are recorded if
+        nothing else is."""
         self._work, self._name = work, name
         job = work.job
         self._records = job.execution.profiling and (name == TRAINING or job.only_evaluates)

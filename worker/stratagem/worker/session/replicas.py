@@ -36,12 +36,13 @@ class KeptReplicas:
     """The files with the only copies of states of all runs of one worker."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: used by no other worker, made when needed; None to keep states in memory."""
+        """Take the folder, which no other worker uses and which is made when needed; None to keep
+        states in memory."""
         self._folder = folder
         self._in_memory: dict[tuple[str, int], State] = {}
         self._lock = threading.Lock()
         self.unsent: set[str] = set()
-        """Runs whose part of the newest segment is only here."""
+        """Runs whose newest segment has a part that exists only on this worker."""
         if folder is not None and folder.is_dir():
             runs = sorted(folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)
             for run in runs[:-MAX_RUNS]:

@@ -205,7 +205,8 @@ class StateStore:
     async def live(self, membership: int, wait_s: float) -> Frozen:
         """Wait for the state offered under a membership, and return it.
 
-        The caller's deadline and the members' checks end the wait, or UnavailableError.
+        Raises UnavailableError if there is none after wait_s; the caller's deadline may end the
+        wait earlier.
         """
         try:
             async with asyncio.timeout(wait_s):
@@ -308,7 +309,8 @@ class KnownLeaves:
     """Digests of the leaves of the latest hashed snapshot of a session."""
 
     def __init__(self, glimpsing: _Glimpsing) -> None:
-        """glimpsing: gives a short look at the snapshot of a name, if it still exists."""
+        """Begin without digests. glimpsing: gives brief access to the snapshot of a name, if it
+        still exists."""
         self._glimpsing = glimpsing
         self._name, self._layout = "", _Layout()
         self._digests: dict[int, bytes] = {}
@@ -333,7 +335,8 @@ class LeafHasher:
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
-        """known: digests of the previous snapshot's leaves. found: receives those of this state."""
+        """Cut the state into leaves. known: the previous snapshot's digests. found: gets this
+        state's."""
         self._glimpsing, self._base_digests, self._new_digests = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 

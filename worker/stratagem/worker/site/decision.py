@@ -232,8 +232,7 @@ def epsilon_of(job: JobSpec) -> float | None:
 
 
 def _not_secure(job: JobSpec) -> str:
-    """Return the reason why a deviating coordinator could see single updates of a job; "" if it
-    cannot."""
+    """Return the reason why a deviating coordinator could see single updates; "" if it cannot."""
     strategy = job.strategy
     spec = strategy.options.secure_aggregation if isinstance(strategy, Federated) else None
     if spec is None or not isinstance(strategy, Federated):

@@ -106,7 +106,7 @@ class Disclosure:
 
     site: str
     metrics: frozenset[str]
-    """The disclosed metrics of evaluations, beside the loss."""
+    """The disclosed metrics of evaluations, besides the loss."""
     tells_loss: bool
     """True to disclose loss and metrics at all."""
     shares_logs: bool

@@ -115,9 +115,10 @@ Zone: TypeAlias = Annotated[str, AfterValidator(_check_zone)]
 class SiteDataSpec(Section):
     """One data set of the site, which jobs name as `data: {worker_local: NAME}`.
 
-    entrypoint: a function of a module that is installed or in --import-path, called with kwargs,
-    that returns {split: rows}; never one that comes with a job. file: a .safetensors file instead.
-    min_rows: rows of the train split, without which nothing is trained on it.
+    entrypoint: a function that returns {split: rows}, called with kwargs, in a module that is
+    installed or in --import-path; never one that comes with a job. file: a .safetensors file
+    instead. min_rows: the smallest number of rows of the train split with which anything is trained
+    on the data set.
     """
 
     entrypoint: EntrypointName | None = None
@@ -132,19 +133,20 @@ class SiteDataSpec(Section):
 
 
 class AcceptRule(Section):
-    """One kind of job that the site takes part in. A job must fit everything that a rule says; one
-    rule that it fits is enough.
+    """One kind of job that the site takes part in. A job is accepted if it meets all conditions of
+    at least one rule.
 
-    data: names of the site's data that it may use. entrypoints: patterns of the installed functions
-    that it may name, as "consortium.*:*"; what comes with the job is a matter of code. submitters:
-    patterns of who may have submitted it, as "client/maria" or "token/*"; anybody unless set.
-    require: what it must have. max_epsilon: how much privacy, in ε of client- or row-level
-    differential privacy, all runs together may spend on a data set. min_clients: the updates that
-    each round must at least be made of. code: which code may come with it: none, signed:FILE with
-    the public keys that may have signed it, or a list of "sha256:DIGEST". metrics: what evaluation
-    may compute, beside the loss. report: sums tells the mean loss, the sums of metrics over all
-    rows, and the states of metrics that are sums; none tells nothing of them. windows: when, as
-    "Mon-Fri 19:00-06:00"; always unless set.
+    data: the names of the site's data sets that the job may use. entrypoints: patterns of the
+    installed functions that it may name, such as "consortium.*:*"; `code` decides on functions that
+    come with the job. submitters: patterns of those who may submit it, such as "client/maria" or
+    "token/*"; by default anybody. require: protections that the job must have. max_epsilon: the
+    largest ε of client- or row-level differential privacy that all runs together may spend on a
+    data set. min_clients: the smallest number of updates in each round. code: the code that may
+    come with the job: none, signed:FILE with the public keys of accepted signers, or a list of
+    "sha256:DIGEST". metrics: the metrics that an evaluation may compute, besides the loss. report:
+    "sums" discloses the mean loss, the sums of metrics over all rows, and the states of metrics
+    that are sums; "none" discloses none of them. windows: the hours in which the site takes part,
+    such as "Mon-Fri 19:00-06:00"; by default always.
     """
 
     data: NonEmptyItems[Name]
@@ -172,9 +174,9 @@ class AcceptRule(Section):
 class AuditSpec(Section):
     """The records of the site, and the disclosure of log lines.
 
-    file: where a line is added for each offer, refusal and update; beside site.toml unless the path
-    is absolute. consent: a document whose SHA-256 stands in each line. share_logs: what the job
-    prints and logs, and warnings about its data, go to the coordinator.
+    file: the audit log, which gets a line for each offer, refusal and update; a relative path is
+    beside site.toml. consent: a document whose SHA-256 is in each line. share_logs: send the job's
+    output and logs, and warnings about its data, to the coordinator.
     """
 
     file: NonEmptyText = "audit.jsonl"
@@ -183,13 +185,14 @@ class AuditSpec(Section):
 
 
 class SiteSpec(Section):
-    """The whole file.
+    """The content of the whole file.
 
-    site: the name under which refusals and the audit speak of the site. share_errors: of an error
-    of the job, type tells the exception's type and where in the job's code it was raised; message
-    its message, too, in which a row may stand. peers, peer_authority: whose certificates count in
-    secure aggregation: those with one of these SHA-256 fingerprints, and those that an authority in
-    this PEM file has issued; without both the coordinator is trusted to follow the protocol.
+    site: the name of the site in refusals and in the audit. share_errors: what is disclosed of an
+    error of the job: "type", the exception's type and the line of the job's code that raised it;
+    "message", the message too, which may contain a row. peers, peer_authority: the certificates
+    that are accepted in secure aggregation: those with one of these SHA-256 fingerprints, and those
+    issued by an authority in this PEM file; without either, the coordinator is trusted to follow
+    the protocol.
     """
 
     site: Name
@@ -232,7 +235,7 @@ class PeerPins:
 
 @dataclass(frozen=True, slots=True)
 class SiteFile:
-    """The site's file with the content that it names: keys of code, the digest of the consent."""
+    """The content of the site's file and of the files that it names: signing keys, consent."""
 
     spec: SiteSpec
     folder: Path
@@ -372,7 +375,7 @@ _WINDOW: Final = re.compile(
     r"(?P<days>\w{3}(-\w{3})?(,\w{3}(-\w{3})?)*)( (?P<begin>\d\d:\d\d)-(?P<end>\d\d:\d\d))?"
 )
 _WHOLE_WEEK: Final = timedelta(days=8)
-"""A window that is open for longer than this from now counts as always open."""
+"""The look-ahead for a window's end: one that stays open for longer counts as always open."""
 _MIDNIGHT: Final = time()
 
 
@@ -433,8 +436,8 @@ def _hour(text: str, whole: str) -> time:
 
 
 def opening(windows: Sequence[SiteWindow], zone: ZoneInfo, at: datetime) -> Opening:
-    """Return whether one of the windows is open at a time, which must have a time zone; always
-    without windows.
+    """Return the state of the windows at a time, which must have a time zone: open if one of them
+    is, or if there are none.
 
     Adjacent windows count as one. Times are compared as moments, so a night on which the clocks are
     put back is an hour longer.

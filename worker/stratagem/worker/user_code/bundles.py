@@ -60,8 +60,8 @@ def plain_path(filename: str) -> str:
 def has_module(digest: str, module_name: str) -> bool:
     """Return whether a module is imported from the bundle.
 
-    That is so if its first part is a module or package there, or a folder without `__init__.py`
-    whose name no installed package has.
+    That is so if the first part of its name is a module or package of the bundle, or a folder
+    without `__init__.py` whose name no installed package has.
     """
     return _is_home(root_of(digest), module_name.partition(".")[0])
 

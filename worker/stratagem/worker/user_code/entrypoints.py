@@ -141,8 +141,7 @@ class EntryPoints:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A partial call with new copies of lists and dicts each time, as the callee may change
-    them."""
+    """A partial call with new copies of lists and dicts, since the callee may change them."""
 
     target: Callable[..., Any]
     kwargs: Mapping[str, Any]

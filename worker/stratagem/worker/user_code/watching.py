@@ -36,8 +36,8 @@ class _SeenFile:
 _seen: dict[str, _SeenFile] = {}
 """The recorded files, keyed by module name. Used by one thread."""
 _passed_over: dict[tuple[str, ...], set[str]] = {}
-"""Names of modules outside of these folders, keyed by the folders: thousands, which no search for
-new modules looks at again."""
+"""Modules outside of these folders, keyed by the folders: thousands, so later searches skip
+them."""
 
 
 def see_modules(folders: Iterable[str | Path]) -> None:

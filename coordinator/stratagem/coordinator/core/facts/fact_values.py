@@ -24,7 +24,7 @@ read as NaN."""
 
 def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values, frozen. Raise for a number that is not finite: JSON has no such number,
-    and text in its place would be text when the journal is replayed."""
+    and a text in its place would still be a text after a replay of the journal."""
     with suppress(TypeError):  # pydantic reports types that it does not know
         try:
             json.dumps(values, allow_nan=False)

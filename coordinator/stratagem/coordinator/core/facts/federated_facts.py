@@ -18,7 +18,7 @@ from stratagem.coordinator.core.facts.fact_values import (
 
 
 class ClientEvaluated(Value):
-    """A client has evaluated a state on its rows, or cannot; see `strategies.schedule`."""
+    """A client has evaluated a state on its rows, or is unable to; see `strategies.schedule`."""
 
     party: Party
     segment: int
@@ -27,7 +27,7 @@ class ClientEvaluated(Value):
     reason: str = ""
     """The reason why there are no sums."""
     has_left: bool = False
-    """True if the client left the federation before it could evaluate, which is no failure."""
+    """True if the client left the federation before it could evaluate, which is not a failure."""
     own: Mapping[str, Number] = {}
     """The user's metrics on the client's rows alone."""
     summed: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class RosterFormed(Value):
 
 
 class Excused(Value):
-    """The clients that are not asked to take part in a round for one reason."""
+    """The clients that are not asked to take part in a round, and their common reason."""
 
     reason: str
     clients: tuple[int, ...]
@@ -127,8 +127,8 @@ class UpdateReceived(Value):
     traffic: Mapping[str, int] = {}
     """Bytes of this update, by kind: "sent_bytes" and, with a codec, "uncompressed_bytes"."""
     metrics: Mapping[str, Number] = {}
-    """The "train.max_grad_norm" of the client's steps; "train.skipped_steps" if steps may be
-    skipped."""
+    """The "train.max_grad_norm" of the client's steps; if steps may be skipped,
+    "train.skipped_steps"."""
     num_steps: int = 0
     """The number of steps of the client; 0 in journals of early versions."""
     loss_before: float | None = None
@@ -145,7 +145,7 @@ class UpdateReceived(Value):
 
 class ClientStateLost(Value):
     """A client's worker no longer has the client's state from an earlier round, so the client
-    begins anew; its next update names its new state."""
+    starts over without it; its next update names its new state."""
 
     party: Party
     round_num: int

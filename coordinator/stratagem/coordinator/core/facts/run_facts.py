@@ -188,7 +188,7 @@ class RunResumed(Value):
     average: Digest = Digest("")
     """The averaged parameters at that commit; see effects.Base."""
     reason: str = ""
-    """The failure after which the run goes on from there."""
+    """The failure because of which the run continues from that commit."""
 
 
 class RunFailed(Value):
@@ -266,8 +266,8 @@ class MembersFormed(Value):
 
 
 class ProcessDied(Value):
-    """A member's process ended while it worked on a segment, as far as is known without being
-    stopped."""
+    """A member's process ended during its work on a segment and, as far as is known, was not
+    stopped from outside."""
 
     party: Party
     member: Member
@@ -333,7 +333,7 @@ class SegmentFinished(Value):
     traffic: Mapping[str, int] = {}
     """The "sent_bytes" of all members in the segment, and "uncompressed_bytes", with a codec."""
     stop_reason: str = ""
-    """The reason for which the user's code ends the training here; empty if none."""
+    """The reason with which the user's code ends the training after this segment; else empty."""
     streams: str = ""
     """The position in each stream of rows, as JSON keyed by stream; "" without streams."""
     kept: tuple[Digest, ...] = ()
@@ -366,8 +366,7 @@ class SegmentCommitted(Value):
 
 
 class UploadDue(Value):
-    """These workers, in order of rank, must upload the parts of the last commit that they alone
-    have."""
+    """These workers, in order of rank, must upload the parts of the commit that they alone have."""
 
     party: Party
     segment: int
@@ -457,7 +456,7 @@ class Noted(Value):
     reason: str = ""
     segment: int = 0
     digest: Digest = Digest("")
-    """A state, of any party below, that becomes the run's commit of this segment."""
+    """The state, of any nested party, that becomes the run's commit for this segment."""
     step: int = 0
     metrics: Mapping[str, Number] = {}
     by_policy: bool = False

@@ -201,7 +201,7 @@ def private_round(
 
 
 def candidates_of(job: JobSpec, value: Federation) -> tuple[int, ...]:
-    """Return the clients from which a private round is sampled: all, or, if the sampling is no
+    """Return the clients from which a private round is sampled: all, or, if the sampling is not
     secret, those that take part."""
     strategy, roster = spec_of(job), value.roster
     if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
@@ -407,7 +407,7 @@ def build_failed(
     job: JobSpec, value: Federation, workers: list[WorkerRecord]
 ) -> BuildFailed | RunFailed | None:
     """Return the fact that excludes a worker from building the model because process after process
-    has died there, or that fails the run if no worker is left to build; else None."""
+    has died on it, or that fails the run if no worker is left to build; else None."""
     deaths = value.losses.hopeless(BUILD)
     if deaths is not None and deaths.latest and may_move(job):
         reason = why("it", deaths)

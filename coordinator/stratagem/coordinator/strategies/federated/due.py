@@ -273,8 +273,7 @@ def usable(job: JobSpec, value: Federation, world: World) -> list[WorkerRecord]:
 
 
 def _why_not_evaluated(value: Federation) -> str:
-    """Return a sentence that names absent clients for whose rows an evaluation waits; "" if there
-    are none."""
+    """Return a sentence that names absent clients for whose rows an evaluation waits, or ""."""
     here = {member.worker_id for member in value.helper}
     for owed in value.evaluations.values():
         away = [c for c in owed.left if value.roster[c].worker_id not in here]

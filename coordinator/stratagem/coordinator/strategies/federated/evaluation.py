@@ -120,7 +120,7 @@ def _given_up(job: JobSpec, value: Federation) -> OwedEvaluation | None:
 
 class Merging(NamedTuple):
     """The states of metrics to be merged, and the worker that computes the values; None while no
-    worker is here."""
+    worker is present."""
 
     states: tuple[tuple[int, Digest], ...]
     metrics: tuple[str, ...]
@@ -210,7 +210,7 @@ def evaluation_crashed(value: Federation) -> ClientEvaluated | None:
 # coordinator that was killed had seen.
 
 TRAFFIC = frozenset({f"{TRAIN_SPLIT}.sent_bytes", f"{TRAIN_SPLIT}.uncompressed_bytes"})
-"""Metrics that depend on which workers are present, and so belong to no commit."""
+"""Metrics that depend on which workers are present, and are therefore not part of a commit."""
 _LARGEST = f"{TRAIN_SPLIT}.max_"
 
 

@@ -139,7 +139,8 @@ class RowLedger:
     num_asked: Mapping[int, int] = field(default_factory=dict)
     """The number of rounds opened with each client, including rounds undone later."""
     spent: Mapping[int, RowsSpent] = field(default_factory=dict)
-    """The account that came with each client's newest update."""
+    """The account that came with each client's newest update: the budget that its rows have
+    spent."""
     refused: frozenset[int] = frozenset()
     """The clients that have refused a round beyond their budget."""
 
@@ -220,10 +221,10 @@ class ClientStates:
     are_summed: bool = False
     """True if the states must add up to a common one, which needs those of all clients."""
     newest: Mapping[int, KeptState] = field(default_factory=dict)
-    """The newest state of each client; a client without a state begins anew."""
+    """The newest state of each client; a client without a state starts with its initial one."""
     is_incomplete: bool = False
-    """True if a client has lost its newest state, or all have begun anew from an earlier commit:
-    the states do not add up to the common one any more."""
+    """True if a client has lost its newest state, or all have restarted from an earlier commit
+    without their states: the states do not add up to the common one any more."""
 
     @property
     def blobs(self) -> frozenset[Digest]:
@@ -237,7 +238,7 @@ class ClientStates:
 
     @property
     def are_due_anew(self) -> bool:
-        """Return True if all clients begin anew with the next commit."""
+        """Return True if all clients start over with the next commit."""
         return self.are_summed and self.is_incomplete
 
     def fold(self, fact: Fact) -> "ClientStates":
@@ -254,7 +255,7 @@ class ClientStates:
                 return self
 
     def returned(self) -> "ClientStates":
-        """Return the record after the run returned to an earlier commit: all clients begin anew."""
+        """Return the record after the run returned to an earlier commit: all clients start over."""
         return replace(self, newest={}, is_incomplete=True)
 
 
@@ -338,7 +339,7 @@ class SecureSetup:
         return shares_needed(spec.threshold, len(self.members))
 
     def lack(self, spec: SecureAggregation, possible: Collection[int]) -> str:
-        """Return the reason why no sum of these clients can be unmasked; "" if a sum can be, as far
+        """Return the reason why no sum over these clients can be unmasked; "" if it can be, as far
         as is known."""
         group = self.members or possible
         if len(group) < MIN_CLIENTS:

@@ -116,8 +116,7 @@ def _opened(job: JobSpec, value: PartiesRun, region: int) -> Child:
 def pending(
     run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that are due for the round; regions train by effects of their own
-    parties."""
+    """Return the effects that are due for the round; regions have effects of their own."""
     effects = set[Effect]()
     for effect in due.pending(run_id, job, value.rounds, horizon):
         if isinstance(effect, AggregateRound):
@@ -130,7 +129,8 @@ def pending(
 
 
 def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Effect:
-    """Return a region's effect; a TrainClient is given the client's number over all regions."""
+    """Return an effect of a region for the whole run: a TrainClient gets the client's number among
+    the clients of all regions."""
     if not isinstance(effect, TrainClient):
         return effect
     members = members_of_regions(job)
@@ -207,7 +207,8 @@ def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
 
 
 def rounds_inside(job: JobSpec, value: object, round_num: int) -> list[tuple[Party, int]]:
-    """Return the inner rounds of one round of the run, as (party, round); none without regions."""
+    """Return (party, round number) of each inner round that belongs to one round of the run; none
+    without regions."""
     if not isinstance(value, PartiesRun) or not isinstance(spec_of(job).options.inner, Federated):
         return []
     last = round_num * inside(job).rounds

@@ -62,8 +62,7 @@ _BY_THE_SITE: Final = {
 
 
 def cause_of(error: ErrorRecord) -> Cause:
-    """Return the category of an exception; an error without a traceback is the message of a
-    worker."""
+    """Return the category of an exception; an error without a traceback comes from a worker."""
     kind = error.type.rpartition(".")[2]
     if kind.endswith(_OUT_OF_MEMORY):
         return Cause.MEMORY

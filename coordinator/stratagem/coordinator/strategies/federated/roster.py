@@ -98,8 +98,7 @@ def next_round(
 
 
 def lack(job: JobSpec, value: Federation, world: World, workers: list[WorkerRecord]) -> str:
-    """Return a sentence that says how many clients can take part in a round, and why others
-    cannot."""
+    """Return a sentence that says how many clients can take part in a round, and why not others."""
     if value.committed is None:
         return _count(job, _num_fitting(job, workers))
     here = by_name(workers)
@@ -285,8 +284,7 @@ def with_left(
     now_s: float,
     asked_again_s: float | None = None,
 ) -> Federation:
-    """Return the run value after a client left; asked_again_s: the time to ask a client again that
-    refused."""
+    """Return the run value after a client left; asked_again_s: when to ask it again."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
     departures = {**value.attendance.left, client: departure}
     attendance = replace(value.attendance.here([client]), left=departures)

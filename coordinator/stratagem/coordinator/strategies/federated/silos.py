@@ -84,15 +84,19 @@ class PartyKind:
     noun: str
     """The word for such a client in sentences."""
     has_trained: Callable[[Child], bool]
-    """(party): True if the party has trained what the open round asks of it."""
+    """A function of (party) that returns True if the party has completed the training that the open
+    round requires."""
     opened: Callable[[JobSpec, PartiesRun, int], Child]
-    """(job, value, client): the party of a client as the client's round opens."""
+    """A function of (job, value, client) that returns the client's party at the opening of the
+    client's round."""
     why_rejected: Callable[[PartyFailed], tuple[Cause, str]]
-    """(fact): the cause and the reason to reject the client whose party has failed."""
+    """A function of (fact) that returns the cause and the reason with which to reject the client
+    whose party has failed."""
     folded: Callable[[JobSpec, PartiesRun, int, Child, Fact], Child] = (
         lambda _job, _value, _client, party, _fact: party
     )
-    """(job, value, client, party, fact): the party after a fact, beyond what it has folded in."""
+    """A function of (job, value, client, party, fact) that updates a client's party after the party
+    has folded in the fact."""
 
     def transition(self, job: JobSpec, value: PartiesRun, fact: Fact, now_s: float) -> PartiesRun:
         """Return the run value with a fact of the rounds, or of a client's party, folded in."""
@@ -311,8 +315,7 @@ def _based(job: JobSpec, value: PartiesRun, client: int, child: Child) -> Child:
 def pending(
     run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """Return the effects that are due for the round; clients train by the effects of their own
-    parties."""
+    """Return the effects that are due for the round; clients have effects of their own."""
     of_rounds = due.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
     for child in KIND.in_training(value).values():

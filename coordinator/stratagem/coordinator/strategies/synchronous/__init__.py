@@ -1,3 +1,1 @@
-"""This package holds the strategies of parties that train in step, and the evaluation of one
-state.
-"""
+"""This package holds the strategies of parties that train in step, or evaluate a state."""

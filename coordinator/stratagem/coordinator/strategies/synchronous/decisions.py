@@ -154,7 +154,7 @@ def _what_follows(
     *,
     are_apart: bool,
 ) -> str:
-    """Return a sentence that says what becomes of steps trained so far under new members, or ""."""
+    """Return a text on what becomes of uncommitted steps under these members, or ""."""
     at = run.committed
     if job.only_evaluates or not run.open_segment or at is None:
         return ""
@@ -187,8 +187,8 @@ def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Pl
 
 
 def _as_kept(run: PartyRun, members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Return the members in the order of the replicas that they have kept, if all with such a
-    replica are back, so that each goes on with its own; otherwise unchanged."""
+    """Return the members in the order of the replicas that they have kept, if a holder of every
+    replica is back, so that each one continues with its own; otherwise unchanged."""
     places = {file.worker_id: place for place, file in enumerate(run.kept)}
     if {member.worker_id for member in members} != set(places):
         return members
@@ -310,7 +310,7 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
 def phase_of(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> tuple[RunPhase, str, str]:
-    """Return the run's phase, the strategy's phase (TRAINING once there is a state), and the
+    """Return the run's phase, the strategy's phase (TRAINING once it has a state), and the
     reason."""
     if not run.members:
         need = f"waiting for {shape.min_members} of {shape.num_shards} workers"

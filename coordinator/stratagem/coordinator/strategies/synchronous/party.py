@@ -74,7 +74,7 @@ class PartyRun:
     fingerprint: str = ""
     ranks: tuple[int, ...] = ()
     are_apart: bool = False
-    """True if members do not reach each other; see MembersFormed, also for `ranks`."""
+    """True if members do not reach each other; see MembersFormed, which also explains `ranks`."""
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -148,20 +148,21 @@ class SegmentRules:
     min_members: int
     exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
     parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
-    """(members by rank, ranks of the party): the members that hold each part of the state."""
+    """A function of (members by rank, ranks of the party) that returns the members that hold each
+    part of the state."""
     place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
     """The placement function of the party; None: any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
-    """(job, run, world): the sentence about the workers that `place` waits for."""
+    """A function of (job, run, world): returns a sentence about the workers that `place` awaits."""
     upload_every: int = 1
-    """The number of segments from one commit with all files of the members to the next."""
+    """The number of segments from one commit that has all files of the members to the next one."""
     is_sole_copy: bool = False
-    """True if members can neither go on without those that are lost nor redo a failed step, as
-    parts of the state have one copy only: any change of members, and any failed exchange, returns
+    """True if parts of the state have only one copy, so that members can neither continue without a
+    lost member nor repeat a failed step: any change of members, and any failed exchange, returns
     the party to its last commit."""
     fewest_mirrored: int | None = None
-    """The number of members from which on each mirrors the part of the previous member, so that
-    they can go on while one of the two is left. None: never."""
+    """The smallest number of members with which each one mirrors the part of the previous member,
+    so that a part survives while one of the two is left. None: parts are never mirrored."""
 
     def is_mirrored(self, members: tuple[Member, ...]) -> bool:
         """Return True if each part of the state is held by two of these members."""
@@ -290,7 +291,7 @@ def are_moved(run: PartyRun) -> bool:
 
 def needs_upload(job: JobSpec, run: PartyRun) -> bool:
     """Return True if parts of the commit that only workers have are needed elsewhere, or if the run
-    ends here: workers delete their files then, also if the run may be resumed."""
+    ends here: workers then delete their files, even if the run may be resumed."""
     if run.has_ended:
         return bool(run.kept)
     is_end = bool(run.kept) and not run.finished and bool(stop_reason(job, run))

@@ -1,5 +1,4 @@
-"""The strategy of one synchronous party, made from what distinguishes it: its rules and its
-check."""
+"""The strategy of one synchronous party, made from its rules and its check of the job."""
 
 from collections.abc import Callable, Iterable
 
