@@ -42,8 +42,7 @@ from stratagem.client.dashboard.start import page_beside
 from stratagem.client.local.cluster import LocalCluster, LocalRun, threads_each
 from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.client.sdk.torch_process import import_folders
-from stratagem.client.sinks.outlet import LogOutlets, sinks_of
-from stratagem.client.sinks.sink import Sink
+from stratagem.client.sinks.sink import Sink, sinks_of
 from stratagem.client.terminal import tables
 from stratagem.client.terminal.completion import event_kinds
 from stratagem.client.terminal.followed import FollowedRun
@@ -327,6 +326,8 @@ class _Following:
 
     def to_the_end(self) -> None:
         """Display the run until it ends, then its result. Raises what RunHandle.result() raises."""
+        from stratagem.client.sinks.outlet import LogOutlets
+
         handle, console, form = self.handle, make_console(), self.view.form
         self.say_why()
         display = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.first_event)
