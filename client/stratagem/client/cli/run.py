@@ -326,13 +326,17 @@ class _Following:
 
     def to_the_end(self) -> None:
         """Display the run until it ends, then its result. Raises what RunHandle.result() raises."""
-        from stratagem.client.sinks.outlet import LogOutlets
-
         handle, console, form = self.handle, make_console(), self.view.form
         self.say_why()
         display = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.first_event)
-        with LogOutlets(handle, self.sinks, complain) as outlets:
-            show(console, form, map(outlets.take, handle.watch(self.from_index)), display)
+        items = handle.watch(self.from_index)
+        with ExitStack() as stack:
+            if self.sinks:
+                from stratagem.client.sinks.outlet import LogOutlets
+
+                outlets = stack.enter_context(LogOutlets(handle, self.sinks, complain))
+                items = map(outlets.take, items)
+            show(console, form, items, display)
         if form is Format.JSON:
             print_line(console, tables.to_json(handle.status(), type="status"))
         if self.report is not None:
