@@ -34,9 +34,10 @@ from stratagem.common.process.process_exit import end
 # ---- Preloaded programs ----
 
 SHARED: Final = (
-    "stratagem.common.job",
-    "stratagem.common.observe.metrics_server",
-    "stratagem.common.rpc.server",
+    *("numpy", "pydantic_settings", "stratagem.common.job"),
+    *("stratagem.common.observe.metrics_server", "stratagem.common.rpc.server"),
+    *("stratagem.common.rpc.tensor_transfer", "stratagem.v1.coordinator_pb2_grpc"),
+    "stratagem.v1.worker_pb2_grpc",
 )
 """The modules that all programs need; they are imported once, before the server is divided."""
 PRELOADED: Final = (
