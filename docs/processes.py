@@ -13,7 +13,7 @@ import typer.main
 from pydantic_core import PydanticUndefined
 
 from docs.tables import default_text, table, value_text
-from stratagem.client.cli.main import app
+from stratagem.client.cli.main import assemble
 from stratagem.common.observe.metrics import Metric
 from stratagem.common.observe.metrics_server import SHARED
 from stratagem.coordinator.process import metrics as coordinator
@@ -77,7 +77,7 @@ def _options_of(command: Any) -> dict[str, tuple[str, str]]:
 
 
 def _commands_of(group: Any = None, before: str = "") -> Iterator[tuple[str, Any]]:
-    top: Any = group or typer.main.get_command(app)
+    top: Any = group or typer.main.get_command(assemble())
     for name, each in top.commands.items():
         if hasattr(each, "commands"):
             yield from _commands_of(each, f"{before}{name} ")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
+from stratagem.client.cli.main import assemble
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.client.sdk.blocking import Client
 from stratagem.common.base.errors import InvalidInputError
@@ -27,12 +27,12 @@ def test_a_run_becomes_a_program(
     outcome = train(client, job("mlp", steps=3))
     path, run_id = tmp_path / "model.pt2", outcome.run.run_id
     named = ["export", run_id, "--to", f"torch-export:{path}", "--import-path", str(ROOT)]
-    done = CliRunner().invoke(app, [*named, "--coordinator", exact_cluster.address])
+    done = CliRunner().invoke(assemble(), [*named, "--coordinator", exact_cluster.address])
     assert done.exit_code == 0, done.output
     assert "differ from the model's by at most 0" in " ".join(done.output.split())
     assert "takes input float32[rows, " in done.output
     named[3] = f"torch-export:{tmp_path}/nowhere/m"
-    refused = CliRunner().invoke(app, [*named, "--coordinator", exact_cluster.address])
+    refused = CliRunner().invoke(assemble(), [*named, "--coordinator", exact_cluster.address])
     assert refused.stderr.startswith(f"error: path: {tmp_path}/nowhere/m: there is no folder ")
     program = torch.export.load(path).module()
     found = {name: each.detach() for name, each in program.state_dict().items()}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
+from stratagem.client.cli.main import assemble
 from stratagem.client.sdk.blocking import Client
 from stratagem.common.job import load_job
 from tests.cluster.jobs import assert_same_bits, data_parallel, population, train
@@ -74,7 +74,7 @@ def test_the_winner_is_trained_again_by_its_schedule(
         assert len(found.schedule(found.best.member, found.best.generation)) > 1
     path = tmp_path / "winner.yaml"
     asked = ("population", outcome.run.run_id, "--schedule", str(path))
-    told = CliRunner().invoke(app, [*asked, "--coordinator", client.address])
+    told = CliRunner().invoke(assemble(), [*asked, "--coordinator", client.address])
     assert f"schedule written to {path}" in told.output.replace("\n", "")
     again = train(client, load_job(path, []))
     state = outcome.run.state_dict("best")

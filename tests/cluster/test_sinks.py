@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from stratagem.client.cli.main import app
+from stratagem.client.cli.main import assemble
 from stratagem.client.course.step_history import History
 from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.client.sinks.sink import cursor_path, read_cursor
@@ -91,7 +91,7 @@ def job_file(folder: Path, **sections: Any) -> Path:
 
 
 def invoke(client: Client, *arguments: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments), "--coordinator", client.address])
+    return CliRunner().invoke(assemble(), [*map(str, arguments), "--coordinator", client.address])
 
 
 def in_history(run: RunHandle) -> list[Point]:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.core
 
 MODULES = 434
 FOLDERS = 70
-LINES = 122_450
+LINES = 122_750
 ONE_IMPORTER = 82
 """Modules that exactly one other module imports: most of these belong into that one."""
 SHORT_LINES = 60

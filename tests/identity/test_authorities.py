@@ -16,7 +16,7 @@ from cryptography import x509
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
+from stratagem.client.cli.main import assemble
 from stratagem.common.base.errors import InvalidInputError, WrongStateError
 from stratagem.common.identity import certificates as authorities
 from stratagem.common.identity.certificates import Authority, init, issue, make_authority, show
@@ -37,7 +37,7 @@ def days_left(path: Path) -> float:
 
 
 def invoke(*arguments: str, exit_code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["certs", *arguments])
+    result = CliRunner().invoke(assemble(), ["certs", *arguments])
     assert result.exit_code == exit_code, result.output
     return result.output
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
+from stratagem.client.cli.main import assemble
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.identity.callers import Scope, read_tokens
 from stratagem.common.identity.certificates import Authority, show
@@ -21,7 +21,7 @@ HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def invoke(*arguments: str, exit_code: int = 0) -> Any:
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(assemble(), arguments)
     assert result.exit_code == exit_code, result.output
     return result
 

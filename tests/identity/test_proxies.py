@@ -15,7 +15,7 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from stratagem.client.cli.main import app
+from stratagem.client.cli.main import assemble
 from stratagem.client.sdk.blocking import Client
 from stratagem.common.identity.certificates import Authority
 from stratagem.common.observe.findings import Level
@@ -140,7 +140,7 @@ def test_the_doctor_names_what_is_wrong_with_a_proxy(
         monkeypatch.setenv("https_proxy", url)
         command = ["doctor", "--coordinator", BEHIND, "--format", "json"]
         command += flags(authority.files("client-alice"))
-        done = CliRunner().invoke(app, command)
+        done = CliRunner().invoke(assemble(), command)
     assert done.exit_code == 1
     (failed,) = [each for each in json.loads(done.stdout) if each["level"] == "fail"]
     assert (failed["check"], failed["found"]) == ("connection", told)

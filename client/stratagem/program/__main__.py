@@ -35,10 +35,11 @@ def main() -> None:
 
         template.prepare()
     gc.disable()  # a tenth of the time of these imports, and finds nothing
-    from stratagem.client.cli.main import app
+    from stratagem.client.cli.main import assemble
     from stratagem.client.cli.shared import complain_of_warnings
     from stratagem.client.terminal.completion import answer_shells
 
+    app = assemble(sys.argv[1:])
     gc.freeze()
     gc.enable()
     if is_awaited:

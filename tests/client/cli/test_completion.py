@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from stratagem.client.cli.main import app
+from stratagem.client.cli.main import assemble
 from stratagem.client.sdk.blocking import Client
 from stratagem.client.terminal import completion
 from stratagem.coordinator.core.facts import KINDS
@@ -112,7 +112,9 @@ def test_what_a_line_could_go_on_with(
         monkeypatch.setenv(name, value)
     completion.answer_shells()
     with pytest.raises(SystemExit):
-        typer.main.get_command(app).main(prog_name="stratagem", complete_var="_STRATAGEM_COMPLETE")
+        typer.main.get_command(assemble()).main(
+            prog_name="stratagem", complete_var="_STRATAGEM_COMPLETE"
+        )
     assert capsys.readouterr().out.split() == offered
 
 
@@ -132,7 +134,7 @@ def test_a_coordinator_that_does_not_answer_in_time_completes_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(completion, "PATIENCE_S", 0.01)
-    context = typer.Context(typer.main.get_command(app), info_name="stratagem")
+    context = typer.Context(typer.main.get_command(assemble()), info_name="stratagem")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         context.params = {"coordinator": f"127.0.0.1:{silent.getsockname()[1]}"}
         assert completion.run_ids(context, "") == []

@@ -141,7 +141,7 @@ from stratagem.client.cli import servers
 from stratagem.common.process import template
 from stratagem.program.__main__ import main
 
-template.PRELOADED = ()
+template.SHARED, template.PRELOADED = (), ((),)
 servers.LocalCluster = partial(servers.LocalCluster, programs={PROGRAMS})
 sys.argv[1:1] = ["up", "--workers", "1", "--listen", "127.0.0.1:0"]
 main()

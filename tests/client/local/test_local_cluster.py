@@ -34,7 +34,8 @@ def light_template() -> Iterator[None]:
     """Stand-ins need nothing of what is imported for real processes."""
     with pytest.MonkeyPatch.context() as patch:
         servers: dict[Any, Any] = {}
-        patch.setattr(template, "PRELOADED", ())
+        patch.setattr(template, "SHARED", ())
+        patch.setattr(template, "PRELOADED", ((),))
         patch.setattr(template, "_servers", servers)
         yield
         for server in servers.values():
@@ -245,7 +246,7 @@ import signal, sys
 from pathlib import Path
 from stratagem.client.local.cluster import LocalCluster
 from stratagem.common.process import template
-template.PRELOADED = ()
+template.SHARED, template.PRELOADED = (), ((),)
 programs = {PROGRAMS!r}
 cluster = LocalCluster(workers=1, data_dir=Path({str(tmp_path)!r}), programs=programs).start()
 print(*[view.pid for view in cluster.processes.values()], flush=True)

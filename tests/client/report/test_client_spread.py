@@ -6,7 +6,7 @@ from typing import Any
 from stratagem.client.report.run import LinesFolding
 from stratagem.client.terminal.line import evaluation_texts
 from stratagem.client.terminal.tables import metrics_text
-from stratagem.common.job.fields import SHARES
+from stratagem.common.base.text import SHARES
 
 OWN = "test.task:f1"
 

@@ -19,7 +19,9 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1 import worker_pb2_grpc
 
 IMPORTED = """
-import stratagem.coordinator.process.main, stratagem.client.cli.main, sys
+import stratagem.coordinator.process.main, sys
+from stratagem.client.cli.main import assemble
+assemble()
 from stratagem.common.observe import tracing
 assert tracing.start("coordinator") is False
 with tracing.span("nothing", run_id="r"):

@@ -1,5 +1,6 @@
 """Programs that are forks of a process which has imported them run as those started by exec."""
 
+import ast
 import json
 import os
 import signal
@@ -98,10 +99,15 @@ def test_signals_and_exceptions_and_how_it_ended(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().endswith("ValueError: told\n")
 
 
+def preload(monkeypatch: pytest.MonkeyPatch, *parts: tuple[str, ...]) -> None:
+    monkeypatch.setattr(template, "SHARED", ())
+    monkeypatch.setattr(template, "PRELOADED", parts)
+
+
 @pytest.fixture
 def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[template._ForkServer]:
     """Not the one that other tests' clusters are forks of, and loaded sooner."""
-    monkeypatch.setattr(template, "PRELOADED", ("wave",))
+    preload(monkeypatch, ("wave",))
     servers: dict[template.Early, template._ForkServer] = {}
     monkeypatch.setattr(template, "_servers", servers)
     server = template._server_for(os.environ)
@@ -131,7 +137,7 @@ def test_nothing_outlives_the_process_that_started_it(tmp_path: Path) -> None:
     script = f"""
 import os, signal, sys
 from stratagem.common.process import template as preloaded
-preloaded.PRELOADED = ("wave",)
+preloaded.SHARED, preloaded.PRELOADED = (), (("wave",),)
 with open({str(tmp_path / "log")!r}, "ab") as log:
     process = preloaded.start({argv!r}, os.environ, log, with_input=False)
 print(process.pid, flush=True)
@@ -148,7 +154,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_nobody_counts_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was imported is kept from all collections, and libraries would take it for leaks."""
     complaining = "tests.client.complaining.sitecustomize"
-    monkeypatch.setattr(template, "PRELOADED", (complaining,))
+    preload(monkeypatch, (complaining,))
     monkeypatch.chdir(ROOT)
     server = template._ForkServer()
     for last, status in (("", 0), ("sys.exit()", 0), ("sys.exit(259)", 3), ("sys.exit('gone')", 1)):
@@ -169,29 +175,52 @@ def test_a_program_waits_for_its_own_part(tmp_path: Path, monkeypatch: pytest.Mo
     (early / "__init__.py").touch()
     (early / "part.py").touch()
     (early / "__main__.py").write_text(
-        f"import sys; open({str(told)!r}, 'w').write(str('late' in sys.modules))"
+        f"import sys; open({str(told)!r}, 'w').write(str({{'late', 'wave'}} & sys.modules.keys()))"
     )
     (tmp_path / "late.py").write_text(f"open({str(gate)!r}).close()")
     for fifo in (gate, told):
         os.mkfifo(fifo)
-    monkeypatch.setattr(template, "PRELOADED", ("early.part", "late"))
+    preload(monkeypatch, ("early.part",), ("late",))
+    monkeypatch.setattr(template, "SHARED", ("wave",))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = template._ForkServer()
     with (tmp_path / "log").open("ab") as log:
         first = server.fork(["-m", "early"], dict(os.environ), log, with_input=False)
-        assert told.read_text() == "False"
+        assert told.read_text() == "{'wave'}"
         gate.write_text("")  # the import has waited for this
-        argv = program(tmp_path, "import sys; print('late' in sys.modules)")
+        argv = program(
+            tmp_path, "import sys; print({'early.part', 'late', 'wave'} & sys.modules.keys())"
+        )
         second = server.fork(argv[1:], dict(os.environ), log, with_input=False)
         assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (0, 0)
     server.close()
-    assert (tmp_path / "log").read_text() == "True\n"
+    assert ast.literal_eval((tmp_path / "log").read_text()) == {"late", "wave"}
+
+
+@linux_only
+def test_all_parts_end_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "early"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import os; print(os.getppid())")
+    (package / "part.py").touch()
+    preload(monkeypatch, ("early.part",), ("wave",))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = template._ForkServer()
+    with (tmp_path / "log").open("ab") as log:
+        server.fork(["-m", "early"], dict(os.environ), log, with_input=False).wait(PATIENCE_S)
+    part = psutil.Process(int((tmp_path / "log").read_text()))
+    assert server._process is not None
+    assert part.ppid() == server._process.pid
+    server._process.kill()
+    part.wait(PATIENCE_S)
+    server.close()
 
 
 @linux_only
 def test_an_idle_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
-    monkeypatch.setattr(template, "PRELOADED", ("endless",))
+    preload(monkeypatch, ("endless",))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(template, "_servers", {})
     template.prepare()

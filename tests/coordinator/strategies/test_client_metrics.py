@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
+from stratagem.common.base.text import of_metric, range_of, without_spreads
 from stratagem.common.job import JobSpec
-from stratagem.common.job.fields import of_metric, range_of, without_spreads
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun
 from stratagem.coordinator.core.effects import EvaluateState, MergeMetrics
 from stratagem.coordinator.core.fact_text import sentence

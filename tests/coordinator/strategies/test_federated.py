@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Party, WorkerId
-from stratagem.common.job.fields import without_spreads
+from stratagem.common.base.text import without_spreads
 from stratagem.common.strategy import All, ByCapability, Random
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import CancelRun, Refusal, RefusalKind, ResumeRun

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.job.fields import without_spreads
+from stratagem.common.base.text import without_spreads
 from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.fact_text import sentence

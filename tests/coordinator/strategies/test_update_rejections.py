@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.text import without_spreads
 from stratagem.common.job import JobSpec
-from stratagem.common.job.fields import without_spreads
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import ResumeRun, Tick
 from stratagem.coordinator.core.decide import world_of

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Final, Literal, cast
 
 import typer
 
@@ -27,25 +27,22 @@ from stratagem.client.cli.shared import (
     print_line,
 )
 from stratagem.client.course.views import Worker
-from stratagem.client.sdk.blocking import RunHandle
-from stratagem.client.sdk.code_folder import bundle_of
-from stratagem.client.sdk.downloads import ExportedModel
 from stratagem.client.sdk.torch_process import check_job, estimate_memory, import_folders
 from stratagem.client.sdk.torch_process import recommend as recommend_settings
-from stratagem.client.sinks.outlet import LogOutlets
 from stratagem.client.sinks.sink import sink_names, sink_of
 from stratagem.client.terminal import tables
 from stratagem.client.terminal.completion import sink_forms
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.base.units import size_bytes
-from stratagem.common.code.bundle import digest_of
-from stratagem.common.code.signatures import make_keys
-from stratagem.common.code.signatures import sign as signature_of
 from stratagem.common.job import CodeSpec, load_job
 from stratagem.common.observe.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.schema.json import not_one_of
+
+if TYPE_CHECKING:
+    from stratagem.client.sdk.blocking import RunHandle
+    from stratagem.client.sdk.downloads import ExportedModel
 
 # ---- Planning ----
 #
@@ -287,7 +284,9 @@ def export(  # noqa: PLR0913  (each parameter is an option of the command line)
         print_line(make_console(), text)
 
 
-def _export_history(run: RunHandle, to: str, form: Format, *, follow: bool) -> None:
+def _export_history(run: "RunHandle", to: str, form: Format, *, follow: bool) -> None:
+    from stratagem.client.sinks.outlet import LogOutlets
+
     with LogOutlets(run, {to: sink_of(to)}, complain) as outlets:
         for item in run.watch(run.status().event_index) if follow else ():
             outlets.take(item)
@@ -297,7 +296,7 @@ def _export_history(run: RunHandle, to: str, form: Format, *, follow: bool) -> N
     print_line(make_console(), text)
 
 
-def _texts(name: str, written: ExportedModel) -> Iterator[str]:
+def _texts(name: str, written: "ExportedModel") -> Iterator[str]:
     if name == "hf":
         yield str(written.path)
         return
@@ -344,6 +343,8 @@ def make_signing_keys(
     several keys, one after another.
     """
     public = private.with_name(f"{private.name}.pub")
+    from stratagem.common.code.signatures import make_keys
+
     make_keys(private, public)
     print(f"{private}: the private key, for `stratagem code sign --key`")
     print(f"{public}: the public key, for workers")
@@ -358,10 +359,15 @@ def sign(
     source: SourceArgument = Path(),
 ) -> None:
     """Print the signature of code, for `code.signature` of the job."""
-    print(signature_of(_digest_of(source), key))
+    from stratagem.common.code.signatures import sign
+
+    print(sign(_digest_of(source), key))
 
 
 def _digest_of(source: Path) -> Digest:
+    from stratagem.client.sdk.code_folder import bundle_of
+    from stratagem.common.code.bundle import digest_of
+
     if source.is_dir():
         return digest_of(bundle_of(CodeSpec(path=str(source))))
     spec = load_job(source).code

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -26,10 +25,9 @@ from stratagem.client.cli.shared import (
     make_console,
     print_line,
 )
+from stratagem.client.course.members import time_text
 from stratagem.client.course.population import Population, replayed
 from stratagem.client.course.views import LogLine, Phase, RunStatus
-from stratagem.client.report.pages import comparison_page
-from stratagem.client.report.run import time_text
 from stratagem.client.terminal import tables
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.text import counted, values_text
@@ -318,6 +316,8 @@ def report(
             path = client.get(run_ids[0]).report(output or Path(f"{run_ids[0]}.html"))
         else:
             path = output or Path("comparison.html")
+            from stratagem.client.report.pages import comparison_page
+
             text = comparison_page(client.compare(run_ids), time_text(time.time()))
             path.write_text(text, encoding="utf-8")
         print_line(make_console(), str(path))
@@ -356,6 +356,8 @@ def population(
         if schedule is not None:
             document = replayed(evolution, run.status().job).document()
             is_json = schedule.suffix == ".json"
+            import yaml
+
             text = json.dumps(document) if is_json else yaml.safe_dump(document, sort_keys=False)
             schedule.write_text(text, encoding="utf-8")
         if form is Format.JSON:

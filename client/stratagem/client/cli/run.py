@@ -42,8 +42,7 @@ from stratagem.client.dashboard.start import page_beside
 from stratagem.client.local.cluster import LocalCluster, LocalRun, threads_each
 from stratagem.client.sdk.blocking import Client, RunHandle
 from stratagem.client.sdk.torch_process import import_folders
-from stratagem.client.sinks.outlet import LogOutlets, sinks_of
-from stratagem.client.sinks.sink import Sink
+from stratagem.client.sinks.sink import Sink, sinks_of
 from stratagem.client.terminal import tables
 from stratagem.client.terminal.completion import event_kinds
 from stratagem.client.terminal.followed import FollowedRun
@@ -330,8 +329,14 @@ class _Following:
         handle, console, form = self.handle, make_console(), self.view.form
         self.say_why()
         display = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.first_event)
-        with LogOutlets(handle, self.sinks, complain) as outlets:
-            show(console, form, map(outlets.take, handle.watch(self.from_index)), display)
+        items = handle.watch(self.from_index)
+        with ExitStack() as stack:
+            if self.sinks:
+                from stratagem.client.sinks.outlet import LogOutlets
+
+                outlets = stack.enter_context(LogOutlets(handle, self.sinks, complain))
+                items = map(outlets.take, items)
+            show(console, form, items, display)
         if form is Format.JSON:
             print_line(console, tables.to_json(handle.status(), type="status"))
         if self.report is not None:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 # ---- Client in a round ----
 
@@ -190,7 +191,7 @@ _COLUMNS: Final = (
     ("answered_s", "<f8"),
 )
 """The columns of the packed records; unknown times are NaN."""
-_ROW_BYTES: Final = sum(np.dtype(dtype).itemsize for _, dtype in _COLUMNS)
+_ROW_BYTES: Final = sum(int(dtype[-1]) for _, dtype in _COLUMNS)
 _LEVEL: Final = 1
 """The zlib compression level: higher levels take longer and save only 5 %."""
 
@@ -268,6 +269,8 @@ class PackedClients(Sequence[ClientInRound]):
         return hash(tuple(self))
 
     def _column(self, name: str, dtype: str, clients: Iterable[ClientInRound]) -> Any:
+        import numpy as np
+
         values: Iterable[Any] = (getattr(client, name) for client in clients)
         if name in ("worker_id", "cause"):
             values = map(self._names.number, values)
@@ -278,6 +281,8 @@ class PackedClients(Sequence[ClientInRound]):
         return np.array(list(values), dtype=dtype)
 
     def _unpacked(self) -> list[ClientInRound]:
+        import numpy as np
+
         data = zlib.decompress(self._packed)
         columns: dict[str, list[Any]] = {}
         start = 0
@@ -305,10 +310,14 @@ def in_order(clients: Iterable[ClientInRound]) -> tuple[ClientInRound, ...]:
 def _shuffled(column: Any) -> bytes:
     """Transpose the values of a column into byte planes (all first bytes, then all second ones,
     ...), which compress better."""
+    import numpy as np
+
     return bytes(column.view(np.uint8).reshape(len(column), column.itemsize).T.tobytes())
 
 
 def _plain(data: bytes, start: int, num: int, dtype: "np.dtype[Any]") -> list[Any]:
+    import numpy as np
+
     raw = np.frombuffer(data, np.uint8, num * dtype.itemsize, start)
     values: list[Any] = (
         np.ascontiguousarray(raw.reshape(dtype.itemsize, num).T).view(dtype).ravel().tolist()

@@ -1,13 +1,23 @@
 """Derive from a run's events the times at which workers were members of its parties, the reasons
-why they left, and the outages of the coordinator."""
+why they left, and the outages of the coordinator; put statuses into words."""
 
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, Final
 
-from stratagem.client.course.views import ENDS, Event, ended_by, is_of_verifier, party_of
+from stratagem.client.course.views import (
+    ENDS,
+    Event,
+    RunStatus,
+    Worker,
+    ended_by,
+    is_of_verifier,
+    party_of,
+)
+from stratagem.client.pictures.axes import duration
 
 # ---- Members ----
 
@@ -154,6 +164,42 @@ def failure_text(committed: int, activity: str = "", reached: int = 0, of: int =
     if step is not None:
         return f"{begin}; failed in step {step:,}"
     return f"{begin}; failed after step {reached:,}" if reached > committed else begin
+
+
+# ---- Statuses in words ----
+
+_UNITS: Final[Mapping[str, str]] = {
+    "Federated": "rounds",
+    "PopulationBased": "generations",
+    "Custom": "steps of the strategy",
+}
+"""The unit of progress for strategy types that do not count steps."""
+
+
+def committed_step(status: RunStatus) -> int:
+    """Return the step of the newest commit, 0 if there is none."""
+    return max((commit.step for commit in status.commits if commit.member is None), default=0)
+
+
+def progress_text(status: RunStatus) -> str:
+    """Format a run's progress, such as "12 of 30 rounds"; "" if it is unknown."""
+    unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
+    if status.phase == "FAILED" and unit == "steps":
+        activity = status.error.activity if status.error is not None else ""
+        return failure_text(committed_step(status), activity, of=status.num_steps)
+    return f"{status.step:,} of {status.num_steps:,} {unit}" if status.num_steps else ""
+
+
+def worker_state(worker: Worker) -> str:
+    """Format the state of a worker, such as "alive", "quarantined, alive" or "lost, silent for
+    12 s"."""
+    state = "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
+    return f"quarantined, {state}" if worker.quarantine else state
+
+
+def time_text(time_s: float) -> str:
+    """Format a time as "2026-11-23 08:15:00 UTC", independent of the reader's time zone."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 # ---- Outages ----

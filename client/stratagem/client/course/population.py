@@ -3,13 +3,15 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from stratagem.client.course.views import Event, RunStatus, number, party_of, undone_from
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.text import values_text
-from stratagem.common.job import JobSpec, member_job
 from stratagem.common.schema.json import JSON, thawed
+
+if TYPE_CHECKING:
+    from stratagem.common.job import JobSpec
 
 # ---- Generations ----
 
@@ -309,7 +311,7 @@ SUFFIX: Final = "-replay"
 MAX_NAME: Final = 64
 
 
-def replayed(evolution: Population, job: Mapping[str, Any]) -> JobSpec:
+def replayed(evolution: Population, job: Mapping[str, Any]) -> "JobSpec":
     """Return a job without a population that reproduces the winner's state bit for bit.
 
     job: the population's job. The new job is that of the first member of the winner's lineage; from
@@ -319,6 +321,8 @@ def replayed(evolution: Population, job: Mapping[str, Any]) -> JobSpec:
     winner = evolution.best
     if winner is None:
         raise NotFoundError("no member has a score yet, so there is no winner to replay")
+    from stratagem.common.job import JobSpec, member_job
+
     whole = JobSpec.parse(thawed(job))
     past = evolution.past(winner.member, winner.generation)
     plain = member_job(whole, past[0].member, {}).document()

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from stratagem.client.course.members import time_text
 from stratagem.client.course.views import Event
 from stratagem.client.dashboard.books import RunBooks
 from stratagem.client.dashboard.gate import PageAddress, PageGate, PageSessions
@@ -29,7 +30,7 @@ from stratagem.client.report.comparison import (
 )
 from stratagem.client.report.pages import page
 from stratagem.client.report.panels import Panel, curve_panels
-from stratagem.client.report.run import ReportedRun, time_text
+from stratagem.client.report.run import ReportedRun
 from stratagem.client.report.run_panels import strategy_panels, time_line_panel
 from stratagem.client.sdk.client import AsyncClient
 from stratagem.common.base.errors import (

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 
+from stratagem.client.course.members import progress_text
 from stratagem.client.pictures.axes import duration, short
 from stratagem.client.pictures.curves import Line, curve
 from stratagem.client.pictures.svg import NumberTable, Picture
@@ -18,7 +19,7 @@ from stratagem.client.report.panels import (
     lines_of,
     unit_of,
 )
-from stratagem.client.report.run import ReportedRun, groups, progress_text
+from stratagem.client.report.run import ReportedRun, groups
 from stratagem.common.base.errors import InvalidInputError
 
 MAX_COMPARED: Final = 8

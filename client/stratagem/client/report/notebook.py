@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
+from stratagem.client.course.members import progress_text, time_text, worker_state
 from stratagem.client.course.population import winner_text
 from stratagem.client.course.views import RunStatus
 from stratagem.client.pictures.axes import duration, short, size_text
 from stratagem.client.pictures.svg import NumberTable, escaped
 from stratagem.client.report.panels import curve_panels
-from stratagem.client.report.run import ReportedRun, progress_text, time_text, worker_state
+from stratagem.client.report.run import ReportedRun
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.base.errors import WrongStateError
-from stratagem.common.job.fields import without_spreads
+from stratagem.common.base.text import without_spreads
 
 Item = TypeVar("Item")
 Columns = Mapping[str, Callable[[Any], str]]

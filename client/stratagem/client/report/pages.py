@@ -9,15 +9,15 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from stratagem.client.course.members import progress_text, time_text
 from stratagem.client.course.population import winner_text
 from stratagem.client.pictures.axes import duration, short
 from stratagem.client.pictures.svg import NumberTable, escaped, stylesheet
 from stratagem.client.report.comparison import Comparison
 from stratagem.client.report.panels import NOTES, Panel, curve_panels
-from stratagem.client.report.run import ReportedRun, progress_text, time_text
+from stratagem.client.report.run import ReportedRun
 from stratagem.client.report.run_panels import strategy_panels, time_line_panel
-from stratagem.common.base.text import values_text
-from stratagem.common.job.fields import without_spreads
+from stratagem.common.base.text import values_text, without_spreads
 
 # ---- Document ----
 

@@ -7,34 +7,31 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import reduce
 from typing import Any, Final, Self
 
 import numpy as np
 
 from stratagem.client.course.client_sums import FederatedClient
-from stratagem.client.course.members import MembersFolding, OutagesFolding, failure_text
+from stratagem.client.course.members import MembersFolding, OutagesFolding
 from stratagem.client.course.population import PopulationFolding
 from stratagem.client.course.rounds import Home, Round, RoundsFolding, fold_benches, homes, of_sums
 from stratagem.client.course.step_history import StepSeries
 from stratagem.client.course.views import (
     Event,
     RunStatus,
-    Worker,
     is_of_verifier,
     number,
     numbers,
     party_of,
     undone_from,
 )
-from stratagem.client.pictures.axes import duration
 from stratagem.client.pictures.curves import Line
 from stratagem.client.report.marks import ChecksFolding, TimeMarks
+from stratagem.common.base.text import CLIENT_MAX, CLIENT_MEAN, CLIENT_MIN, of_metric
 from stratagem.common.history import Columns
 from stratagem.common.history.columns import Floats, Ints, shortened
 from stratagem.common.history.recording import PREFIX, party_of_stage
-from stratagem.common.job.fields import CLIENT_MAX, CLIENT_MEAN, CLIENT_MIN, of_metric
 
 # ---- Course ----
 
@@ -237,39 +234,6 @@ class ReportedRun:
     def seconds(self) -> float:
         """Return the time from the first to the newest event."""
         return self.course.newest_s - self.began_s if self.course.num_events else 0.0
-
-
-_UNITS: Final[Mapping[str, str]] = {
-    "Federated": "rounds",
-    "PopulationBased": "generations",
-    "Custom": "steps of the strategy",
-}
-"""The unit of progress for strategy types that do not count steps."""
-
-
-def committed_step(status: RunStatus) -> int:
-    """Return the step of the newest commit, 0 if there is none."""
-    return max((commit.step for commit in status.commits if commit.member is None), default=0)
-
-
-def progress_text(status: RunStatus) -> str:
-    """Format a run's progress, such as "12 of 30 rounds"; "" if it is unknown."""
-    unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
-    if status.phase == "FAILED" and unit == "steps":
-        activity = status.error.activity if status.error is not None else ""
-        return failure_text(committed_step(status), activity, of=status.num_steps)
-    return f"{status.step:,} of {status.num_steps:,} {unit}" if status.num_steps else ""
-
-
-def worker_state(worker: Worker) -> str:
-    """Format a worker's state, such as "alive", "quarantined, alive" or "lost, silent for 12 s"."""
-    state = "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
-    return f"quarantined, {state}" if worker.quarantine else state
-
-
-def time_text(time_s: float) -> str:
-    """Format a time as "2026-11-23 08:15:00 UTC", independent of the reader's time zone."""
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 # ---- Curves from facts ----

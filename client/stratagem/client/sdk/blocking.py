@@ -37,19 +37,19 @@ from stratagem.client.course.views import (
     RunsChange,
     RunStatus,
 )
-from stratagem.client.report.comparison import Comparison
-from stratagem.client.report.notebook import follow, header_html, run_html
-from stratagem.client.report.run import ReportedRun
 from stratagem.client.sdk.client import PATIENCE_S, AsyncClient
 from stratagem.client.sdk.connection import check_fork, is_lost
 from stratagem.client.sdk.run import AsyncRun
-from stratagem.client.sdk.torch_process import Job
-from stratagem.client.sdk.uploads import InlineData
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.identity.tls import TlsFiles
 
 if TYPE_CHECKING:
     import torch
+
+    from stratagem.client.report.comparison import Comparison
+    from stratagem.client.report.run import ReportedRun
+    from stratagem.client.sdk.torch_process import Job
+    from stratagem.client.sdk.uploads import InlineData
 
 # ---- Methods ----
 
@@ -250,6 +250,8 @@ class RunHandle:
 
     def show(self) -> None:
         """Follow the run in a notebook cell until it ends; an interrupt ends only the display."""
+        from stratagem.client.report.notebook import follow, run_html
+
         follow(self.watch(), lambda: run_html(self.shown()))
 
     # ---- life ----
@@ -277,6 +279,8 @@ class RunHandle:
         return f"RunHandle({self.run_id!r})"
 
     def _repr_html_(self) -> str:
+        from stratagem.client.report.notebook import run_html
+
         return run_html(self.shown())
 
     def _running(self) -> LoopThread:
@@ -326,6 +330,8 @@ class RunResult:
         try:
             return self.run._repr_html_()
         except (RuntimeError, StratagemError):  # its client is closed, or the run deleted
+            from stratagem.client.report.notebook import header_html
+
             return header_html(self.status)
 
 

@@ -16,22 +16,14 @@ import os
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import grpc
 
 from stratagem.client.course import views
 from stratagem.client.course.views import RefusedWorker, RunsChange, RunStatus, Worker
-from stratagem.client.report.comparison import Comparison, check_compared
-from stratagem.client.report.notebook import ListedRuns, ListedWorkers
-from stratagem.client.sdk import uploads
 from stratagem.client.sdk.connection import Connection
-from stratagem.client.sdk.downloads import BackupDone, back_up
-from stratagem.client.sdk.resume import resolve_initial
 from stratagem.client.sdk.run import AsyncRun
-from stratagem.client.sdk.torch_process import Job, import_folders, parse_job, resolve_parallelism
-from stratagem.client.sdk.uploads import InlineData, resolve_code
-from stratagem.client.sdk.verification import OnClaim, RunCalls, Verification, verify
 from stratagem.common.base.errors import (
     InvalidInputError,
     UnavailableError,
@@ -39,12 +31,19 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import RunId, check_run_id, new_run_id
 from stratagem.common.identity.tls import TlsFiles
-from stratagem.common.job import JobSpec, with_fields
-from stratagem.common.job.files import read_overrides
 from stratagem.common.observe import tracing
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.schema.json import JSON
 from stratagem.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    from stratagem.client.report.comparison import Comparison
+    from stratagem.client.sdk.downloads import BackupDone
+    from stratagem.client.sdk.torch_process import Job
+    from stratagem.client.sdk.uploads import InlineData
+    from stratagem.client.sdk.verification import OnClaim, Verification
+
+# What a method alone needs is imported there, as in run.py.
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
 ADDRESS_VARIABLE: Final = "STRATAGEM_COORDINATOR"
@@ -122,18 +121,23 @@ class AsyncClient:
         import_path: folders with the user's modules, in case the model must be built to choose the
         strategy; by default the current folder and that of the job file.
         """
+        from stratagem.client.sdk import torch_process, uploads
+        from stratagem.client.sdk.resume import resolve_initial
+
         connection = self._connection
         packed = None if data is None else uploads.pack(data)
-        spec = parse_job(job, None if packed is None else packed.digest)
+        spec = torch_process.parse_job(job, None if packed is None else packed.digest)
         chosen = new_run_id(spec.name) if run_id is None else check_run_id(run_id)
         if packed is not None:
             await uploads.upload(connection, packed)
         spec, note = await resolve_initial(connection, spec)
-        spec = await resolve_code(connection, spec)
+        spec = await uploads.resolve_code(connection, spec)
         if spec.execution.parallelism != "None":
             # The journal holds the chosen strategy, so that replays need not choose again.
-            folders, workers = import_path or import_folders(job), await self.workers()
-            spec, reason = await asyncio.to_thread(resolve_parallelism, spec, workers, folders)
+            folders = import_path or torch_process.import_folders(job)
+            spec, reason = await asyncio.to_thread(
+                torch_process.resolve_parallelism, spec, await self.workers(), folders
+            )
             note = "; ".join(filter(None, (f"strategy: {reason}", note)))
         request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json(), note=note)
         with tracing.span("submit", run_id=chosen):
@@ -154,6 +158,9 @@ class AsyncClient:
         "epochs=20"; InvalidInputError names those that cannot change. from_segment: the segment of
         the commit; by default the newest one, for which the other run must have ended.
         """
+        from stratagem.common.job import JobSpec, with_fields
+        from stratagem.common.job.files import read_overrides
+
         status = await (await self.get(run_id)).status()
         which = "final" if from_segment is None else str(from_segment)
         stored = ", ".join(str(commit.segment) for commit in status.commits)
@@ -187,6 +194,8 @@ class AsyncClient:
 
     async def runs(self) -> tuple[RunStatus, ...]:
         """Return all runs, newest first."""
+        from stratagem.client.report.notebook import ListedRuns
+
         connection = self._connection
         statuses: list[RunStatus] = []
         request = pb.ListRunsRequest()
@@ -200,6 +209,8 @@ class AsyncClient:
     async def compare(self, runs: Sequence[str | RunStatus | AsyncRun]) -> Comparison:
         """Compare 2 to 8 runs: their newest metrics, the fields in which their jobs differ, and
         curves with a line for each run. runs: their ids, handles or statuses."""
+        from stratagem.client.report.comparison import Comparison, check_compared
+
         run_ids = [run if isinstance(run, str) else run.run_id for run in runs]
         check_compared(run_ids)
         return Comparison.of([await (await self.get(run_id)).shown() for run_id in run_ids])
@@ -218,6 +229,8 @@ class AsyncClient:
         with each claim of the run and what was computed for it. Where a digest differs, a third
         execution decides who is wrong; see Verification.conclusion.
         """
+        from stratagem.client.sdk.verification import RunCalls, verify
+
         runs = RunCalls(self.get, self.submit)
         return await verify(runs, run_id, segments=segments, sample=sample, on_claim=on_claim)
 
@@ -240,10 +253,14 @@ class AsyncClient:
     async def back_up(self, folder: Path) -> BackupDone:
         """Copy the journal and all current states into a folder; if it holds an earlier backup,
         copy only what is new. Requires the scope admin."""
+        from stratagem.client.sdk.downloads import back_up
+
         return await back_up(self._connection, folder)
 
     async def workers(self) -> tuple[Worker, ...]:
         """Return all registered workers, alive or not."""
+        from stratagem.client.report.notebook import ListedWorkers
+
         connection = self._connection
         workers: list[Worker] = []
         request = pb.ListWorkersRequest(page_size=WORKERS_AT_ONCE)

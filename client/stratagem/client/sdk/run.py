@@ -17,20 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 import grpc
 
 from stratagem.client.course import views
-from stratagem.client.course.client_sums import FederatedClient
-from stratagem.client.course.members import MemberInterval
-from stratagem.client.course.members import members as course_members
-from stratagem.client.course.population import Population
-from stratagem.client.course.population import population as course_population
-from stratagem.client.course.rounds import Round
-from stratagem.client.course.rounds import clients as course_clients
-from stratagem.client.course.rounds import rounds as course_rounds
-from stratagem.client.course.step_history import History
 from stratagem.client.course.views import Event, LogLine, Phase, Progress, RunStatus
-from stratagem.client.report.notebook import ListedEvents
-from stratagem.client.report.pages import page
-from stratagem.client.report.run import ReportedRun, recorded, time_text
-from stratagem.client.sdk import downloads
 from stratagem.client.sdk.connection import Connection
 from stratagem.common.base.errors import (
     InvalidInputError,
@@ -38,13 +25,21 @@ from stratagem.common.base.errors import (
     UserCodeError,
 )
 from stratagem.common.base.ids import RunId
-from stratagem.common.base.units import size_bytes
-from stratagem.common.job import JobSpec
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
 
+    from stratagem.client.course.client_sums import FederatedClient
+    from stratagem.client.course.members import MemberInterval
+    from stratagem.client.course.population import Population
+    from stratagem.client.course.rounds import Round
+    from stratagem.client.course.step_history import History
+    from stratagem.client.report.run import ReportedRun
+    from stratagem.client.sdk import downloads
+
+# What a method alone needs, such as the pictures of a report, is imported there: most programs
+# submit a run and look at its status.
 
 ASKING_S: Final = 5.0
 """The longest wait for a status with timeout_s=0, because the coordinator may be away."""
@@ -135,23 +130,34 @@ class AsyncRun:
                 is_over = (await self.status()).phase.is_final
 
     async def rounds(self, party: str = "") -> tuple[Round, ...]:
-        """Return the rounds of a federation so far. party: the path of a nested federation."""
-        return course_rounds(await self.events(), party)
+        """Return the rounds of a federation so far. party: the path of a nested
+        federation."""
+        from stratagem.client.course.rounds import rounds
+
+        return rounds(await self.events(), party)
 
     async def clients(self, party: str = "") -> tuple[FederatedClient, ...]:
         """Return the clients of a federation over its rounds so far. party: as for `rounds`."""
-        return course_clients(await self.events(), party)
+        from stratagem.client.course.rounds import clients
+
+        return clients(await self.events(), party)
 
     async def members(self) -> tuple[MemberInterval, ...]:
         """Return the times in which each worker was a member of the run, and why it left."""
-        return course_members(await self.events())
+        from stratagem.client.course.members import members
+
+        return members(await self.events())
 
     async def population(self) -> Population:
         """Return the generations of a population so far: scores, lineages and schedules."""
-        return course_population(await self.events(), (await self.status()).job)
+        from stratagem.client.course.population import population
+
+        return population(await self.events(), (await self.status()).job)
 
     async def events(self) -> tuple[Event, ...]:
         """Return all events so far."""
+        from stratagem.client.report.notebook import ListedEvents
+
         return ListedEvents([event async for page in self.past() for event in page])
 
     async def past(
@@ -181,6 +187,8 @@ class AsyncRun:
 
     async def shown(self, max_rows: int = 2048) -> ReportedRun:
         """Return the data for all pictures of the run. max_rows: the most rows of each curve."""
+        from stratagem.client.report.run import ReportedRun, recorded
+
         status, events = await self.status(), await self.events()
         history = await self.history(*recorded(status.job), max_rows=max_rows)
         return await asyncio.to_thread(ReportedRun.of, status, events, history)
@@ -188,6 +196,9 @@ class AsyncRun:
     async def report(self, path: str | PathLike[str]) -> Path:
         """Write the run as it is now as one page of HTML without scripts: curves, a panel for its
         strategy, its events and its job."""
+        from stratagem.client.course.members import time_text
+        from stratagem.client.report.pages import page
+
         run = await self.shown()
         text = await asyncio.to_thread(page, run, time_text(time.time()))
         written = Path(path)
@@ -210,6 +221,8 @@ class AsyncRun:
         the party of the whole run. max_rows: the most rows of each series; each row then stands
         for several steps. The steps of the segment that is being trained are included.
         """
+        from stratagem.client.course.step_history import History
+
         request = pb.GetHistoryRequest(
             run_id=self.run_id,
             series=[series] if isinstance(series, str) else series,
@@ -346,6 +359,9 @@ class AsyncRun:
         shard_size: such as "5GB". Write the plain model as a new folder of files with up to this
         much data each, and model.safetensors.index.json; no tensor is split.
         """
+        from stratagem.client.sdk import downloads
+        from stratagem.common.base.units import size_bytes
+
         if shard_size is not None:
             size = size_bytes(shard_size, "shard_size")
             return await downloads.to_folder(self._connection, self.run_id, which, Path(path), size)
@@ -369,6 +385,9 @@ class AsyncRun:
         from_pretrained, in files of shard_size. torch-export, onnx: a file, whose outputs are
         compared with the model's; all sizes but the number of rows are those of the data.
         """
+        from stratagem.client.sdk import downloads
+        from stratagem.common.job import JobSpec
+
         job = JobSpec.parse(dict((await self.status()).job))
         asked = {"to": to, "shard_size": shard_size}
         return await downloads.export_model(
@@ -380,6 +399,8 @@ class AsyncRun:
 
         Raises NotFoundError if nothing was recorded: see execution.profiling.
         """
+        from stratagem.client.sdk import downloads
+
         return await downloads.profile_to_file(self._connection, self.run_id, Path(path))
 
     async def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:

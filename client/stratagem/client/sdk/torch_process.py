@@ -24,7 +24,6 @@ from typing import IO, Any, Final
 
 from stratagem.client.course.views import Worker
 from stratagem.client.sdk.cell_modules import cells
-from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.common import strategy as strategies
 from stratagem.common.base.errors import (
     InvalidInputError,
@@ -115,6 +114,8 @@ def ask(
     }
     code = cells.code_of(spec)
     if code is not None and code.path is not None:
+        from stratagem.client.sdk.code_folder import bundle_of
+
         archive = bundle_of(code)
         request["code"] = {"digest": digest_of(archive), "archive": b64encode(archive).decode()}
     reply, returncode, last = _exchange(json.dumps(request), tell, complain)

@@ -10,10 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from stratagem.client.sdk.cell_modules import cells
-from stratagem.client.sdk.code_folder import bundle_of
 from stratagem.client.sdk.connection import Connection
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
@@ -32,6 +29,7 @@ from stratagem.common.tensors.stream import Source
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     Rows = np.ndarray[Any, Any] | torch.Tensor
@@ -95,6 +93,8 @@ async def resolve_code(connection: Connection, job: JobSpec) -> JobSpec:
     code = cells.code_of(job)
     if code is None or code.digest is not None:
         return job
+    from stratagem.client.sdk.code_folder import bundle_of
+
     archive = await asyncio.to_thread(bundle_of, code)
     manifest = manifest_of(archive)
     await send(connection, manifest, [memoryview(archive)])
@@ -121,6 +121,8 @@ def _side(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield from _side(f"{name}.{key}", item)
         return
+    import numpy as np
+
     if not (isinstance(value, np.ndarray) or _is_torch(value)):
         kind = type(value).__name__
         raise InvalidInputError.at(f"data.{name}", f"a {kind} is not an array or tensor")
@@ -133,16 +135,20 @@ def _is_torch(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "torch"
 
 
-def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, list[memoryview]]:
+def _pack_arrays(named: "Mapping[str, np.ndarray[Any, Any]]") -> tuple[Manifest, list[memoryview]]:
     """Return the manifest and the bytes of arrays, sorted as in torch_codec by the size of their
     elements, so that equal data have equal digests."""
+    import numpy as np
+
     ordered = sorted(named.items(), key=lambda item: -item[1].itemsize)
     triples = ((name, array.dtype.name, array.shape) for name, array in ordered)
     manifest = build_manifest(triples, Purpose.DATA)
     return manifest, [array.reshape(-1).view(np.uint8).data for _, array in ordered]
 
 
-def _plain(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _plain(name: str, array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Convert an array to little-endian byte order and C order."""
+    import numpy as np
+
     dtype_named(array.dtype.name, f"data.{name}")
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))

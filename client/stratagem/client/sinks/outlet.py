@@ -15,7 +15,7 @@ import numpy as np
 from stratagem.client.course.step_history import History, StepSeries
 from stratagem.client.course.views import Event, Progress, RunStatus, is_of_verifier
 from stratagem.client.sdk.blocking import RunHandle
-from stratagem.client.sinks.sink import Cursor, RowBlock, Sink, SinkRun, sink_of
+from stratagem.client.sinks.sink import Cursor, RowBlock, Sink, SinkRun
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.history.columns import Columns
 from stratagem.common.history.recording import is_of_newest_segment
@@ -190,12 +190,6 @@ def _described(status: RunStatus) -> SinkRun:
 # ---- Sinks of a run ----
 #
 # A followed run is logged to its sinks; the end reports any data that are not written.
-
-
-def sinks_of(texts: Iterable[str]) -> dict[str, Sink]:
-    """Make the sinks named on a command line, keyed by these texts. Raises InvalidInputError for an
-    unknown sink."""
-    return {text: sink_of(text) for text in texts}
 
 
 class LogOutlets:

@@ -7,16 +7,18 @@ the text after the name. For "tensorboard:DIR" the class `TensorBoardSink` is ca
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 from stratagem.client.course.views import Event, numbers, party_of
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.history.columns import Columns
 from stratagem.common.schema.json import not_one_of
+
+if TYPE_CHECKING:
+    from stratagem.common.history.columns import Columns
 
 # ---- Contract ----
 
@@ -45,7 +47,7 @@ class RowBlock:
     """The largest number of steps that one row stands for."""
     observed: bool
     """The values depend on clocks and machines, so two runs of one job differ in them."""
-    columns: Columns
+    columns: "Columns"
 
     @property
     def name(self) -> str:
@@ -214,6 +216,12 @@ class GrowingFile:
 def sink_names() -> list[str]:
     """Return the names of all sinks that are installed."""
     return sorted(point.name for point in entry_points(group=GROUP))
+
+
+def sinks_of(texts: Iterable[str]) -> dict[str, Sink]:
+    """Make the sinks named on a command line, keyed by these texts. Raises InvalidInputError for an
+    unknown sink."""
+    return {text: sink_of(text) for text in texts}
 
 
 def sink_of(text: str) -> Sink:

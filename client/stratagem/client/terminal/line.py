@@ -21,8 +21,7 @@ from stratagem.client.course.members import failure_text
 from stratagem.client.course.views import ENDS, Event, Phase, Progress, is_of_verifier
 from stratagem.client.terminal.followed import FollowedRun, evaluations_in
 from stratagem.client.terminal.tables import bar_text, duration_text, few, more_text, number_text
-from stratagem.common.base.text import printable, values_text
-from stratagem.common.job.fields import range_of, without_spreads
+from stratagem.common.base.text import printable, range_of, values_text, without_spreads
 
 # ---- Line ----
 #

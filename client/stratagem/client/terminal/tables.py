@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stratagem.client.course.members import progress_text, worker_state
 from stratagem.client.course.views import (
     Commit,
     Hyperparameters,
@@ -26,9 +27,7 @@ from stratagem.client.course.views import (
     RunStatus,
     Worker,
 )
-from stratagem.client.report.run import progress_text, worker_state
-from stratagem.common.base.text import counted, printable, values_text
-from stratagem.common.job.fields import range_of, without_spreads
+from stratagem.common.base.text import counted, printable, range_of, values_text, without_spreads
 from stratagem.common.observe.findings import Finding, Level
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""Format numbers and values for sentences, make foreign text printable, and split addresses."""
+"""Format numbers and values for sentences, make foreign text printable, split addresses, and name
+the spread of a metric."""
 
 import ipaddress
 import json
@@ -111,3 +112,45 @@ def dialled_host(host: str) -> str:
     except ValueError:
         return host
     return socket.gethostname() if is_every_address else host
+
+
+# ---- Spread over clients ----
+#
+# The spread of a metric over the clients of a federation stands beside the metric under names
+# such as `test.accuracy.client_p10` beside `test.accuracy`.
+
+CLIENT_MEAN: Final = "client_mean"
+"""The suffix of a metric's mean over clients, for metrics that are no sums over rows."""
+CLIENT_MIN: Final = "client_min"
+CLIENT_MAX: Final = "client_max"
+SHARES: Final[Mapping[str, float]] = {
+    CLIENT_MIN: 0.0,
+    "client_p10": 0.1,
+    "client_median": 0.5,
+    "client_p90": 0.9,
+    CLIENT_MAX: 1.0,
+}
+"""The quantiles over clients that are reported, as numbers in [0, 1] keyed by suffix."""
+
+
+def of_metric(name: str) -> str:
+    """Return "loss" for a quantile over clients, such as "loss.client_p90"; other names as is."""
+    metric, _, last = name.rpartition(".")
+    return metric if last in SHARES else name
+
+
+def without_spreads(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics without the quantiles over clients."""
+    return {name: value for name, value in metrics.items() if of_metric(name) == name}
+
+
+def range_of(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:
+    """Return the smallest and the largest value that a metric has on one client; None if unknown.
+
+    Only the mean over clients has a range; a value over all rows may lie outside of it.
+    """
+    if f"{name}.{CLIENT_MEAN}" in metrics:
+        return None
+    metric = name.removesuffix(f".{CLIENT_MEAN}")
+    low, high = (metrics.get(f"{metric}.{end}") for end in (CLIENT_MIN, CLIENT_MAX))
+    return None if low is None or high is None else (low, high)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Final, TypeAlias
 
-from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import AfterValidator, Field, model_validator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
@@ -56,6 +55,8 @@ def check_requirement(value: str) -> str:
     """Validate a requirement such as "transformers>=5", return it. Raises InvalidInputError."""
     if len(value) > _MAX_CHARS:
         raise InvalidInputError(f"is longer than {_MAX_CHARS} characters")
+    from packaging.requirements import InvalidRequirement, Requirement
+
     try:
         requirement = Requirement(value)
     except InvalidRequirement as error:

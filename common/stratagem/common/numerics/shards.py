@@ -8,10 +8,11 @@ is pure and depends on neither torch nor the network.
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # ---- Shards ----
 
@@ -108,8 +109,10 @@ def tree_sum(partials: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
 # device works on blocks; rounding errors grow with log2 n.
 
 
-def pairwise_sum(values: NDArray[np.floating[Any]]) -> float:
+def pairwise_sum(values: "NDArray[np.floating[Any]]") -> float:
     """Return the sum of values, (n,), in float64, added in tree order; 0 for none, never -0."""
+    import numpy as np  # a job is read without it
+
     total = values.astype(np.float64)
     while total.size > 1:
         pairs = total[: total.size - total.size % 2]

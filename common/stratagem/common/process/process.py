@@ -9,11 +9,12 @@ import tempfile
 from contextlib import suppress
 from hashlib import blake2s
 from pathlib import Path
-from typing import Any, Final, Self
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from stratagem.common.base.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 # ---- Allocator ----
 #
@@ -193,7 +194,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def told(program: str, error: ValidationError) -> str:
+def told(program: str, error: "ValidationError") -> str:
     """Describe the errors in the command-line settings of a program, one line for each."""
     lines = []
     for detail in error.errors():

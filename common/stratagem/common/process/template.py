@@ -33,12 +33,20 @@ from stratagem.common.process.process_exit import end
 
 # ---- Preloaded programs ----
 
-PRELOADED: Final = (
-    "stratagem.coordinator.process.main",
-    "torch",
-    "stratagem.worker.process.main",
+SHARED: Final = (
+    *("numpy", "pydantic_settings", "stratagem.common.job"),
+    *("stratagem.common.observe.metrics_server", "stratagem.common.rpc.server"),
+    *("stratagem.common.rpc.tensor_transfer", "stratagem.v1.coordinator_pb2_grpc"),
+    "stratagem.v1.worker_pb2_grpc",
 )
-"""The modules that the server imports, in order; a coordinator can start before torch is there."""
+"""The modules that all programs need; they are imported once, before the server is divided."""
+PRELOADED: Final = (
+    ("stratagem.coordinator.process.main",),
+    ("torch", "stratagem.worker.process.main"),
+)
+"""The modules that each part of the server imports, in order. The parts import at the same time: a
+coordinator starts, and holds no torch, while torch is imported for the workers. The last part runs
+every program that no other one is for."""
 READ_WHILE_LOADED: Final = (
     *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
@@ -150,12 +158,13 @@ class Fork:
 
 
 class _ForkServer:
-    """The requesting end of this process's fork server; a fork of this process starts its own."""
+    """The requesting ends of this process's fork server; a fork of this process starts its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests: socket.socket | None = None
+        self._requests: tuple[socket.socket, ...] = ()
+        """The socket of each part of the server; none if no server runs."""
         self._owner = 0
         self._is_used = False
         """True if a program was requested from the server process that runs now."""
@@ -184,7 +193,7 @@ class _ForkServer:
         try:
             streams = [stdin, log.fileno(), log.fileno(), theirs.fileno()]
             with self._lock:
-                requests = self._ensure()
+                requests = self._ensure()[_part_for(words)]
                 self._is_used = True
                 try:
                     socket.send_fds(requests, [json.dumps(request).encode()], streams)
@@ -210,7 +219,7 @@ class _ForkServer:
             return Fork(status, stdin)
         except ConnectionError:
             with self._lock:
-                if self._requests is requests:
+                if requests in self._requests:
                     self._forget()
             raise
 
@@ -221,40 +230,50 @@ class _ForkServer:
                 self._forget()
 
     def _is_mine(self) -> bool:
-        return self._requests is not None and self._owner == os.getpid()
+        return bool(self._requests) and self._owner == os.getpid()
 
-    def _ensure(self) -> socket.socket:
+    def _ensure(self) -> tuple[socket.socket, ...]:
         if self._is_mine():
-            assert self._requests is not None
             return self._requests
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST_BYTES)
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in PRELOADED]
+        theirs = [their for _, their in pairs]
+        parts = [
+            {"requests": their.fileno(), "modules": modules}
+            for their, modules in zip(theirs, PRELOADED, strict=True)
+        ]
+        command = [sys.executable, "-m", "stratagem.common.process.template"]
+        self._process = subprocess.Popen(
+            [*command, json.dumps(parts), *SHARED],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[their.fileno() for their in theirs],
+            start_new_session=True,
+        )
+        self._requests = tuple(our for our, _ in pairs)
         self._owner, self._is_used = os.getpid(), False
-        number = str(theirs.fileno())
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "stratagem.common.process.template",
-                    number,
-                    *PRELOADED,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        for our, their in pairs:
+            our.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST_BYTES)
+            their.close()
         return self._requests
 
     def _forget(self) -> None:
-        assert self._requests is not None
         assert self._process is not None
-        self._requests.close()
+        for requests in self._requests:
+            requests.close()
         if not self._is_used:
             self._process.kill()  # it may be importing for seconds
         self._process.wait()
-        self._requests = None
+        self._requests = ()
+
+
+def _part_for(words: Sequence[str]) -> int:
+    """Return the index of the part of the server that runs `python words...`: the one that imports
+    modules of its package, else the last one."""
+    package = f"{words[1]}." if words[0] == "-m" else ""
+    for index, modules in enumerate(PRELOADED):
+        if package and any(module.startswith(package) for module in modules):
+            return index
+    return len(PRELOADED) - 1
 
 
 def _is_program(argv: Sequence[str]) -> bool:
@@ -295,18 +314,19 @@ def _close_servers() -> None:
 # The fork server becomes one program after another, each in a fork of its own process, which has
 # imported them all.
 #
-#     python -m stratagem.common.process.template SOCKET_FD MODULE...
+#     python -m stratagem.common.process.template PARTS MODULE...
 #
-# Importing torch takes longer than everything else in the start of a worker. The modules are
-# imported in their order, and between two of them programs are forked that need nothing more: a
-# coordinator is up, and holds no torch, while torch is imported for the workers.
+# Importing torch takes longer than everything else in the start of a worker. So when the modules
+# are imported that all programs need, the server forks itself into its parts, as JSON [{requests,
+# modules}]: the number of the socket on which a part is asked, and the modules that it imports
+# first. Meanwhile a request waits in the socket.
 #
 # A request is one message of JSON {argv, environment, folder}, argv being [-m, MODULE,
 # ARGUMENT...] or [FILE.py, ARGUMENT...], with four descriptors: standard input, output and error,
 # and a socket on which the fork's process id and pidfd are answered at once and its exit status
-# at its end. The fork goes on as `python ARGV...` would. The server has one thread of its own and
-# has made no object of gRPC or torch, so nothing half-done is copied. It ends when the other end
-# of its socket is closed, and its forks end whenever it ends. Linux only.
+# at its end. The fork goes on as `python ARGV...` would. A part has one thread of its own and has
+# made no object of gRPC, so nothing half-done is copied. It ends when the other end of its socket
+# is closed, and its forks end whenever it ends. Linux only.
 
 NUM_DESCRIPTORS: Final = 4
 
@@ -326,17 +346,45 @@ class ForkProgram:
 def main() -> None:
     gc.disable()  # it takes a sixth of the time of these imports, and finds nothing
     wait_passively()  # OpenMP reads this when it is loaded, so it holds for all forks
-    template = _Template(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
-    program = template.serve()
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    part = _divide([_Part(**part) for part in json.loads(sys.argv[1])])
+    for module in part.modules:
+        importlib.import_module(module)
+    program = _Template(socket.socket(fileno=part.requests)).serve()
     end(0 if program is None else _become(program))
 
 
-class _Template:
-    """The fork server: a process with modules imported, which forks a child per request."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the fork server."""
 
-    def __init__(self, requests: socket.socket, modules: list[str]) -> None:
+    requests: int
+    """The descriptor of the socket of its requests."""
+    modules: list[str]
+
+
+def _divide(parts: Sequence[_Part]) -> _Part:
+    """Fork a process for each part but the last, which this process goes on as. Return the part
+    that the calling process is."""
+    server = os.getpid()
+    gc.freeze()
+    for index, part in enumerate(parts[:-1]):
+        if os.fork() == 0:
+            _end_with(server)
+            for other in parts[index + 1 :]:
+                os.close(other.requests)
+            return part
+        os.close(part.requests)
+    return parts[-1]
+
+
+class _Template:
+    """A part of the fork server: a process with modules imported, which forks a child per
+    request."""
+
+    def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
-        self._modules, self._missing = modules, list(modules)
         self._waiting: dict[int, tuple[int, socket.socket]] = {}
         """The process id of each fork and the socket that reports its end, keyed by pidfd."""
         self._poller = select.poll()
@@ -346,30 +394,14 @@ class _Template:
         """Fork on request until the socket of requests is closed. Return None then, and in each
         fork the program to run."""
         while True:
-            can_wait = not self._missing
-            for descriptor, _ in self._poller.poll(None if can_wait else 0):
+            for descriptor, _ in self._poller.poll():
                 if descriptor in self._waiting:
                     self._poller.unregister(descriptor)
                     _report(descriptor, *self._waiting.pop(descriptor))
-                elif can_wait or self._can_serve_next():
-                    is_over, program = self._serve_one()
-                    if is_over:
-                        return program
-            if self._missing:
-                importlib.import_module(self._missing[0])
-                del self._missing[0]
-
-    def _can_serve_next(self) -> bool:
-        """Return whether the modules that the next requested program needs are imported: those of
-        its package, or all if none is of its package."""
-        message = self._requests.recv(MAX_REQUEST_BYTES, socket.MSG_PEEK)
-        if not message:
-            return True
-        argv = json.loads(message)["argv"]
-        if argv[0] != "-m":
-            return False
-        modules = {module for module in self._modules if module.startswith(f"{argv[1]}.")}
-        return bool(modules) and modules.isdisjoint(self._missing)
+                    continue
+                is_over, program = self._serve_one()
+                if is_over:
+                    return program
 
     def _serve_one(self) -> tuple[bool, ForkProgram | None]:
         """Fork for the next request. Return (whether `serve` must return, what it must return: the
@@ -379,8 +411,9 @@ class _Template:
         )
         if not message:
             return True, None
-        gc.collect()
-        gc.freeze()  # else a fork's collections copy every imported page
+        # Else a fork's collections copy every imported page. Nothing is collected first: imports
+        # leave a megabyte behind, and to find it takes a tenth of the time of torch's import.
+        gc.freeze()
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -416,6 +449,13 @@ def _tell(channel: socket.socket, message: dict[str, Any], descriptors: list[int
         socket.send_fds(channel, [json.dumps(message).encode()], descriptors)
 
 
+def _end_with(parent: int) -> None:
+    """Let this process end with its parent, by SIGKILL."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before this
+        os._exit(1)
+
+
 # ---- In the fork ----
 
 
@@ -427,9 +467,7 @@ def _detach(
 ) -> None:
     """Detach a fork from the server: it keeps only the process id and the imported modules."""
     os.setsid()  # only the starting process handles Ctrl-C
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:  # it died before the request
-        os._exit(1)
+    _end_with(server)
     for number, stream in enumerate(descriptors[:3]):
         os.dup2(stream, number)
     for descriptor in descriptors:

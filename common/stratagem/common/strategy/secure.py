@@ -6,15 +6,17 @@ made in `common/privacy`.
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.privacy.quantisation import Quantisation
 from stratagem.common.privacy.sharing import AUTO, MIN_CLIENTS
 from stratagem.common.schema.document import DocumentValue, Positive
 from stratagem.common.schema.rules import differing, rule
+
+if TYPE_CHECKING:
+    from stratagem.common.privacy.quantisation import Quantisation
 
 MAX_SECURE_CLIENTS: Final = 10_000
 MAX_DEGREE: Final = 1024
@@ -87,8 +89,10 @@ class SecureAggregation(DocumentValue, is_extras=True):
         """Return the weight in the sum of a client with this many rows."""
         return 1 if self.max_rows is None else min(num_rows, self.max_rows)
 
-    def quantisation(self, num_clients: int) -> Quantisation:
+    def quantisation(self, num_clients: int) -> "Quantisation":
         """Return the quantisation rule of a round with this many clients."""
+        from stratagem.common.privacy.quantisation import Quantisation
+
         return Quantisation(self.clip, self.bits, num_clients, self.max_weight)
 
 

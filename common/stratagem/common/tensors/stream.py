@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, Final, Protocol
 
 import google_crc32c
-import numpy as np
 
 from stratagem.common.base.errors import IntegrityError, LimitError, OutOfRangeError
 from stratagem.common.tensors.manifest import Purpose
@@ -52,11 +51,15 @@ def crc32c(data: Data) -> int:
 
 def extended(crc: int, data: Data) -> int:
     """Return the CRC32C of earlier bytes, given their CRC32C, followed by `data`."""
-    # The C function takes no memoryview, but it takes an array.
-    value: int = google_crc32c.extend(
-        crc, data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
-    )
+    value: int = google_crc32c.extend(crc, data if isinstance(data, bytes) else _array_of(data))
     return value
+
+
+def _array_of(data: Data, size: int = -1, offset: int = 0) -> Any:
+    """Return bytes as an array, because the C functions take no memoryview."""
+    import numpy as np  # most processes that make calls stream nothing
+
+    return np.frombuffer(data, np.uint8, size, offset)
 
 
 def iter_frames(pieces: Iterable[Piece], offset: int = 0) -> Iterator[bytes]:
@@ -110,7 +113,7 @@ def patched(offset: int, *parts: Data) -> bytes:
     size = sum(map(len, parts))
     head = _head(offset, size, 5)
     raw = b"".join((head, *parts, _ROOM))
-    crc: int = google_crc32c.value(np.frombuffer(raw, np.uint8, size, len(head)))
+    crc: int = google_crc32c.value(_array_of(raw, size, len(head)))
     if crc == 0:  # protobuf omits it
         return joined(offset, *parts)
     # No other code has seen these bytes yet.

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
-from stratagem.common.base.text import is_printable
+from stratagem.common.base.text import CLIENT_MEAN, is_printable
 from stratagem.common.job import EvaluationSpec
-from stratagem.common.job.fields import CLIENT_MEAN
 from stratagem.common.numerics.keys import mix
 from stratagem.worker.data.rows import generators_kept, seed_generators
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, Violation
-from stratagem.common.base.text import values_text
+from stratagem.common.base.text import CLIENT_MEAN, values_text
 from stratagem.common.job import (
     ExecutionSpec,
     InitialSpec,
@@ -23,7 +23,6 @@ from stratagem.common.job import (
     exchanged_codec,
     with_fields,
 )
-from stratagem.common.job.fields import CLIENT_MEAN
 from stratagem.common.model.stages import plan_stages
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.document import refuse

@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
-from packaging.requirements import Requirement
 
 import stratagem
 from stratagem.common.base.errors import (
@@ -322,6 +321,8 @@ def check_requirements(job: JobSpec) -> None:
 
 
 def _lack(text: str) -> str:
+    from packaging.requirements import Requirement
+
     requirement = Requirement(text)
     if requirement.marker is not None and not requirement.marker.evaluate():
         return ""

@@ -33,6 +33,9 @@ class _SeenFile:
     digest: bytes
 
 
+_BEFORE: Final = frozenset(sys.modules)
+"""Names of modules that were imported before this one, and so before any code of a user. To look at
+them costs a fork a copy of their memory."""
 _seen: dict[str, _SeenFile] = {}
 """The recorded files, keyed by module name. Used by one thread."""
 _passed_over: dict[tuple[str, ...], set[str]] = {}
@@ -49,7 +52,7 @@ def see_modules(folders: Iterable[str | Path]) -> None:
     places = tuple(f"{root}/" for folder in kinds for root in {folder.absolute(), folder.resolve()})
     if not places:
         return
-    passed_over = _passed_over.setdefault(places, set())
+    passed_over = _passed_over.setdefault(places, set(_BEFORE))
     for name in set(sys.modules).difference(passed_over, _seen):
         path = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
         # attributes are not read, as some modules then import others
