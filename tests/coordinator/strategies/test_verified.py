@@ -104,6 +104,28 @@ def test_a_run_that_was_wrong_ends_with_the_states_of_an_undisturbed_one(
         assert marked == sorted(refuted.workers[0]) == list(refuted.marked)
 
 
+def test_a_suspect_whose_second_execution_was_right_is_not_tested_again() -> None:
+    strategy = {**DATA_PARALLEL, "num_replicas": 2}
+    simulation = run(
+        verified(strategy, on="members"),
+        *"abc",
+        disturb=lambda _n, k, number: "!" * ((k, number) == (2, 0)),
+    )
+    assert simulation.fact(f.SegmentRefuted).workers == (("a", "b"), ("a",), ("c",), ("b",))
+
+
+def test_a_wrong_worker_that_has_left_is_nobody_to_punish() -> None:
+    simulation = begun(verified(), *"abcd", disturb=always("a"))
+    simulation.until(f.SegmentCommitted, 3)
+    assert not simulation.facts(f.SegmentRefuted)
+    simulation.tell(LeaveWorker(member("a"), "asked to"))
+    simulation.complete()
+    refuted = simulation.fact(f.SegmentRefuted)
+    assert (refuted.conclusion, refuted.marked) == (Conclusion.RUN, ("a",))
+    assert not simulation.facts(f.WorkerMarked)
+    assert simulation.course == undisturbed(LOCAL)
+
+
 @pytest.mark.parametrize("disturb", [always, once])
 def test_a_verifier_that_is_wrong_is_told_from_the_run(
     disturb: Callable[[str], Disturb],
@@ -176,6 +198,10 @@ def test_without_a_worker_to_spare_the_run_ends_unverified() -> None:
     first = run(verified(on="members"), "a", disturb=lambda _n, k, num: "!" * ((k, num) == (2, 0)))
     assert first.course == undisturbed(LOCAL)
     assert first.fact(f.SegmentRefuted).conclusion is Conclusion.RUN
+    # It is not wrong each time, so it may say that its second execution was.
+    second = run(verified(on="members"), "a", disturb=lambda _n, k, num: "!" * ((k, num) == (2, 1)))
+    assert second.fact(f.SegmentRefuted).conclusion is Conclusion.VERIFIER
+    assert second.record.is_reproducible
 
 
 def test_a_run_that_waits_for_its_verification_alone_says_so() -> None:
