@@ -47,7 +47,7 @@ def test_states_carry_their_workers_and_numerics() -> None:
     built, state = claims.by_place.values()
     assert (built.place, built.workers, built.digest) == (ClaimPlace("", 0), ("a", "b"), "m")
     assert (state.place, state.workers, state.numerics) == (ClaimPlace("", 4), ("c",), "n")
-    assert claims.last_step == 4
+    assert (claims.last_step, claims_of().last_step) == (4, 0)
     assert str(state.place) == "state after 4 steps"
     assert str(ClaimPlace("", 1)) == "state after 1 step"
 

@@ -450,6 +450,15 @@ async def test_only_the_chosen_segments_are_in_doubt() -> None:
     assert reason.startswith("privacy.noise: secret draws other noise")
 
 
+async def test_a_state_after_a_round_that_waited_is_not_compared_and_its_updates_are() -> None:
+    facts = (*BEGUN, assigned(1, c0="w0"), received(1, 0, "u"), AWAY, committed(1, 1, "s"))
+    again = (*facts[:-2], committed(1, 1, "t"))
+    found = await Runs(facts, again, job=document(strategy=federated())).verify()
+    assert found.difference is None
+    assert [claim.digest for claim in found.equal] == ["m", "u"]
+    assert found.unverified == {ClaimPlace("", 1): "round 1 waited for clients"}
+
+
 async def test_what_precedes_the_wanted_steps_or_is_new_is_passed_over() -> None:
     """A stored state that others have computed begins a verifying run, whatever their numerics."""
     facts = (*BEGUN, committed(1, 2, "a"), AMD, committed(2, 4, "b"))
@@ -516,7 +525,12 @@ def test_a_certificate_is_checked_against_the_claims_of_its_run(tmp_path: Path) 
     path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
     with pytest.raises(InvalidInputError, match="of version 2; known is 1"):
         read_certificate(path)
-    for text in ("{", "[]", '{"run": "r"}'):
+    empty = {**document, "verified": []}
+    del empty["sha256"]
+    path.write_text(json.dumps({**empty, "sha256": digest_of(empty)}))
+    with pytest.raises(InvalidInputError, match="is empty"):
+        read_certificate(path)
+    for text in ("{", "[]", "7", '{"run": "r"}'):
         path.write_text(text)
         with pytest.raises(InvalidInputError, match="is no certificate"):
             read_certificate(path)

@@ -298,6 +298,17 @@ def test_a_run_that_others_cannot_train_rightly_either_says_that_its_bits_do_not
     assert not simulation.facts(f.WorkerQuarantined)
 
 
+def test_a_worker_that_is_wrong_only_when_it_trains_is_asked_once_more() -> None:
+    """It verifies itself, as there is no other; each third execution is that of the run."""
+    simulation = run(
+        verified(on="members"),
+        "a",
+        disturb=lambda _n, k, number: "!" * (k == 2 and number % 3 == 0),
+    )
+    conclusions = [fact.conclusion for fact in simulation.facts(f.SegmentRefuted)]
+    assert conclusions == [Conclusion.RUN, Conclusion.OPEN]
+
+
 def differing(simulation: Computing, *minority: str) -> None:
     """The members' replicas differ at the end of the segment that they train."""
     (due,) = [each for each in simulation.due(e.RunSegment) if not each.party]
