@@ -188,6 +188,21 @@ def test_two_marks_within_a_day_quarantine() -> None:
         assert [fact.worker_id for fact in simulation.facts(f.WorkerQuarantined)] == names
 
 
+def test_a_mark_since_the_difference_is_of_the_same_fault() -> None:
+    """As where two runs have the worker, and both decide after it was wrong once."""
+    simulation = begun(verified(), "a", "b", "c", disturb=once("a"))
+    simulation.now_s = 5.0
+    while (2, frozenset("c")) not in simulation.verifying():
+        simulation.step()
+    simulation.now_s = 8.0
+    simulation.happen(f.WorkerMarked(worker_id=WorkerId("a"), reason="by another run"))
+    simulation.now_s = 12.0
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).marked == ("a",)
+    assert len(simulation.facts(f.WorkerMarked)) == 1
+    assert not simulation.facts(f.WorkerQuarantined)
+
+
 def test_without_a_worker_to_spare_the_run_ends_unverified() -> None:
     simulation = run(verified(), "a")
     assert simulation.course == undisturbed(LOCAL)
@@ -198,10 +213,6 @@ def test_without_a_worker_to_spare_the_run_ends_unverified() -> None:
     first = run(verified(on="members"), "a", disturb=lambda _n, k, num: "!" * ((k, num) == (2, 0)))
     assert first.course == undisturbed(LOCAL)
     assert first.fact(f.SegmentRefuted).conclusion is Conclusion.RUN
-    # It is not wrong each time, so it may say that its second execution was.
-    second = run(verified(on="members"), "a", disturb=lambda _n, k, num: "!" * ((k, num) == (2, 1)))
-    assert second.fact(f.SegmentRefuted).conclusion is Conclusion.VERIFIER
-    assert second.record.is_reproducible
 
 
 def test_a_run_that_waits_for_its_verification_alone_says_so() -> None:
@@ -553,6 +564,23 @@ def test_a_segment_that_nobody_can_verify_does_not_keep_others_from_it() -> None
     assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [2, 3, 4]
     assert {name for _, names in simulation.verifying() for name in names} == {"a"}
     assert simulation.status.extra["verification"] == "3 chosen segments verified, 1 not"
+
+
+def test_a_difference_waits_for_a_worker_that_can_decide_while_the_run_goes_on() -> None:
+    """Checks that wait behind it do not end it: of what follows a wrong state nothing is right."""
+    simulation = begun(verified(steps=60, epochs=None), "a", "b", disturb=always("a"))
+    while not (simulation.record.value.checks and simulation.record.value.checks[0].executions):
+        simulation.step()
+    simulation.lose("a")
+    while len(simulation.record.value.checks) < 2:
+        simulation.step()
+    simulation.go_on(4)
+    assert simulation.record.ended is None
+    assert not simulation.facts(f.SegmentRefuted)
+    simulation.come("c")
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).conclusion is Conclusion.RUN
+    assert simulation.record.is_reproducible
 
 
 def failing(simulation: Simulation) -> None:
