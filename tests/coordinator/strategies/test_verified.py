@@ -104,14 +104,20 @@ def test_a_run_that_was_wrong_ends_with_the_states_of_an_undisturbed_one(
         assert marked == sorted(refuted.workers[0]) == list(refuted.marked)
 
 
-def test_a_suspect_whose_second_execution_was_right_is_not_tested_again() -> None:
-    strategy = {**DATA_PARALLEL, "num_replicas": 2}
+@pytest.mark.parametrize(
+    ("workers", "executions"),
+    [("abc", (("a",), ("c",), ("b",))), ("ab", (("a",), ("b",)))],
+)
+def test_members_that_verify_themselves_execute_a_segment_once_each(
+    workers: str, executions: tuple[tuple[str, ...], ...]
+) -> None:
+    """The third execution is that of another worker, the best that there is."""
     simulation = run(
-        verified(strategy, on="members"),
-        *"abc",
+        verified({**DATA_PARALLEL, "num_replicas": 2}, on="members"),
+        *workers,
         disturb=lambda _n, k, number: "!" * ((k, number) == (2, 0)),
     )
-    assert simulation.fact(f.SegmentRefuted).workers == (("a", "b"), ("a",), ("c",), ("b",))
+    assert simulation.fact(f.SegmentRefuted).workers == (("a", "b"), *executions)
 
 
 def test_a_wrong_worker_that_has_left_is_nobody_to_punish() -> None:
@@ -492,6 +498,7 @@ def test_replicas_may_differ_again_after_a_commit() -> None:
         simulation.crash()
     simulation.complete()
     assert simulation.course == undisturbed(DATA_PARALLEL)
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [1, 2, 3, 4]
 
 
 def test_a_run_that_is_trained_says_that_it_is_verified() -> None:
@@ -536,6 +543,43 @@ def test_two_runs_blame_the_same_worker_once_and_nobody_else(num_before: int) ->
     assert refuted == [("a",), ("a",)]
     assert [fact.worker_id for fact in simulation.facts(f.WorkerQuarantined)] == ["a"]
     assert not simulation.facts(f.WorkerMarked)
+
+
+@pytest.mark.parametrize("on", ["spare", "any"])
+def test_a_worker_of_another_run_is_not_spare(on: str) -> None:
+    simulation = Computing()
+    simulation.come("ab")
+    other = RunId("other")
+    simulation.tell(SubmitRun(other, job_text(LOCAL), 0.0))
+    simulation.tell(SubmitRun(RUN, verified(on=on), 0.0))
+    while simulation.queue:
+        report = simulation.queue.popleft()
+        if report.run_id == RUN:  # the other run is slow
+            simulation.tell(report)
+    assert simulation.record.ended is RunPhase.COMPLETED
+    segments = [fact.segment for fact in simulation.facts(f.SegmentVerified)]
+    assert segments == ([1, 2, 3, 4] if on == "any" else [])
+    formed = [fact.members for fact in simulation.facts(f.MembersFormed) if fact.party == VERIFIER]
+    assert any(formed) == (on == "any")
+
+
+def test_a_member_that_has_not_computed_a_segment_is_not_spare_either() -> None:
+    simulation = begun(verified(), "a")
+    simulation.until(f.SegmentCommitted, 2)
+    simulation.lose("a")
+    simulation.come("b")
+    simulation.complete()
+    assert not simulation.verifying()
+    assert simulation.status.extra["verification"] == "0 chosen segments verified, 4 not"
+
+
+def test_a_worker_that_has_computed_a_segment_does_not_decide_about_it_if_others_can() -> None:
+    simulation = begun(verified(), *"abcd", disturb=always("a"))
+    simulation.until(f.SegmentCommitted, 3)
+    simulation.lose("a")
+    simulation.come("a", 1)
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).workers[:3] == (("a",), ("b",), ("d",))
 
 
 def test_former_members_are_spare_workers_again() -> None:
