@@ -62,7 +62,7 @@ AREAS = {
     ),
     "journal": Area(
         tuple(f"{COORDINATOR}store/{name}.py" for name in JOURNAL),
-        ("tests/coordinator/store",),
+        ("tests/coordinator/store", "tests/coordinator/app/test_summed_up_cluster.py"),
         is_strict=False,
     ),
     "tensors": Area(
