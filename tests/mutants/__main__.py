@@ -27,7 +27,12 @@ def proposed(area: str, num: int, known: set[Change]) -> Iterator[Change]:
         for folder in folders
         for path in ([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py"))
     )
-    found = [each for file in files for each in proposals(file, (ROOT / file).read_text())]
+    found = [
+        each
+        for file in files
+        if area_of(file) == area
+        for each in proposals(file, (ROOT / file).read_text())
+    ]
     random.Random(area).shuffle(found)
     yield from [each for each in found if each not in known][:num]
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 COORDINATOR = "coordinator/stratagem/coordinator/"
 WORKER = "worker/stratagem/worker/"
 COMMON = "common/stratagem/common/"
+CLIENT = "client/stratagem/client/"
 
 
 JOURNAL = ("database", "fact_log", "journal", "lead", "schema", "snapshot", "step_history")
+VERIFYING = ("verdict", "verified", "verified_run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,7 @@ class Area:
     """A part of the product."""
 
     folders: tuple[str, ...]
+    """Folders and files; a file belongs to the area that names it most exactly."""
     tests: tuple[str, ...]
     """Files and folders, from the nearest on."""
     is_strict: bool = True
@@ -59,7 +62,7 @@ AREAS = {
     ),
     "journal": Area(
         tuple(f"{COORDINATOR}store/{name}.py" for name in JOURNAL),
-        ("tests/coordinator/store",),
+        ("tests/coordinator/store", "tests/coordinator/app/test_summed_up_cluster.py"),
         is_strict=False,
     ),
     "tensors": Area(
@@ -72,10 +75,28 @@ AREAS = {
         ),
         is_strict=False,
     ),
+    "verification": Area(
+        (
+            *(f"{COORDINATOR}strategies/{name}.py" for name in VERIFYING),
+            COMMON + "numerics/verification.py",
+            CLIENT + "cli/verify.py",
+            CLIENT + "course/claims.py",
+            CLIENT + "sdk/verification.py",
+            CLIENT + "sdk/verification_plan.py",
+        ),
+        (
+            "tests/client/course/test_claims.py",
+            "tests/client/sdk/test_verification.py",
+            "tests/client/cli/test_verify_command.py",
+            "tests/client/report/test_verified_run.py",
+            "tests/coordinator/strategies/test_verified.py",
+            "tests/coordinator/strategies/test_verified_at_random.py",
+        ),
+    ),
 }
 
 
 def area_of(path: str) -> str:
     """The name of the area that a file of the product belongs to."""
-    (name,) = (name for name, area in AREAS.items() if path.startswith(area.folders))
-    return name
+    folders = ((each, name) for name, area in AREAS.items() for each in area.folders)
+    return max((len(each), name) for each, name in folders if path.startswith(each))[1]

@@ -20,8 +20,8 @@ from tests.repository import ROOT
 LIST = Path(__file__).with_name("changes.jsonl")
 ROOTS = ("client", "common", "coordinator", "tools", "worker")
 CHOSEN = "not sweep and not soak and not docker and not interop and not browser and not launch"
-LIMIT_S = 600
-"""A change that makes tests hang is seen."""
+LIMIT_S, TEST_LIMIT_S = 600, 120
+"""A change that makes tests hang is seen: after the second limit, where a test can be ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class Copy:
 
     def _run(self, chosen: Sequence[str], *options: str) -> int:
         """How many tests fail, at least one where they cannot even begin or do not end."""
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", CHOSEN, *options, *chosen]
+        limit = f"--timeout={TEST_LIMIT_S}"
+        command = ["-m", "pytest", "-q", limit, "-p", "no:cacheprovider", "-m", CHOSEN]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(str(self._root / each) for each in ROOTS),
@@ -92,7 +93,7 @@ class Copy:
         }
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
-                [sys.executable, *command],
+                [sys.executable, *command, *options, *chosen],
                 cwd=self._root,
                 env=environment,
                 capture_output=True,

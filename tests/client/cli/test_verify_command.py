@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stratagem.client.cli.verify import as_json, describe, different_bits, read_segments
 from stratagem.client.course.claims import Claim, ClaimPlace
+from stratagem.client.sdk.blocking import Client
 from stratagem.client.sdk.verification import Difference, Verification
 from stratagem.common.base.errors import InvalidInputError
 from tests.client.cli.command_line import invoke
@@ -35,6 +37,11 @@ def test_what_cannot_be_written_or_asked_is_refused_before_anything_is_computed(
         done = invoke("verify", "r", "--certificate", path, *AT)
         assert done.exit_code == 1
         assert f"--certificate: {path} exists, or its folder does not" in done.output
+    # A key signs a certificate, and needs one that can be written.
+    done = invoke("verify", "r", "--key", tmp_path / "key", *AT)
+    assert "--key: signs a certificate; add --certificate FILE" in done.output
+    done = invoke("verify", "r", "--key", tmp_path / "key", "--certificate", tmp_path, *AT)
+    assert f"--certificate: {tmp_path} exists" in done.output
     for option in (("--sample", 0.5), ("--segments", "1"), ("--format", "json")):
         done = invoke("verify", "c.json", *option, *AT)
         assert "c.json is a certificate, and is checked as a whole" in done.output
@@ -43,6 +50,48 @@ def test_what_cannot_be_written_or_asked_is_refused_before_anything_is_computed(
 def difference(place: ClaimPlace, **more: object) -> Verification:
     run, again = (Claim(place, digest, 3, (), "") for digest in ("a", "b"))
     return Verification("r", (), {}, (), Difference(run, again, "verify-r", **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_no_certificate_is_written_of_what_differs_or_of_nothing(
+    differs: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    claim = Claim(ClaimPlace("", 4), "d", 2, (), "")
+    nothing = Verification("r", (), {claim.place: "why"}, ())
+    found = replace(difference(ClaimPlace("", 6)), equal=(claim,)) if differs else nothing
+    monkeypatch.setattr(Client, "verify", lambda *_, **__: found)
+    path = tmp_path / "certificate.json"
+    done = invoke("verify", "r", "--certificate", path, *AT)
+    assert done.exit_code == (4 if differs else 3)
+    assert "was not written: nothing is certified" in done.output
+    assert not path.exists()
+
+
+def test_workers_that_verify_what_they_have_computed_are_told() -> None:
+    claim = Claim(ClaimPlace("", 2), "d", 1, ("a", "b"), "")
+    for workers, is_told in ((("a",), True), (("b", "c"), False)):
+        lines = list(describe(Verification("r", (claim,), {}, workers), 1.0))
+        assert lines[0] == f"verified 1 of 1 digest on {', '.join(workers)} in 1.0 s"
+        assert [line.startswith("these workers had computed") for line in lines[1:]] == (
+            [True] * is_told
+        )
+
+
+@pytest.mark.parametrize(("third", "suspect"), [("b", "a"), ("a", "c")])
+def test_who_is_suspected_has_computed_what_no_other_execution_has(
+    third: str, suspect: str
+) -> None:
+    place = ClaimPlace("", 6)
+    run, other = Claim(place, "a", 3, ("a",), ""), Claim(place, "b", 3, ("c",), "")
+    last = Claim(place, third, 3, ("d",), "")
+    found = Verification("r", (), {}, (), Difference(run, other, "verify-r", last))
+    *_, line = describe(found, 1.0)
+    assert line == f"suspect {suspect}; code or data that have changed since the run look the same"
+    known = as_json(found)["difference"]
+    assert (known["third"], known["third_workers"]) == (third, ["d"])
+    same = Difference(run, replace(other, workers=("a", "c")), "verify-r", last)
+    *_, line = describe(Verification("r", (), {}, (), same), 1.0)
+    assert "both had the same workers, so have other workers verify it" in line
 
 
 def test_only_a_state_of_the_run_can_be_downloaded() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from stratagem.client.course.claims import (
     NUM_ROWS,
+    NUM_SAMPLES,
     OF_MACHINES,
     ROSTER,
     ROWS,
@@ -46,7 +47,7 @@ def test_states_carry_their_workers_and_numerics() -> None:
     built, state = claims.by_place.values()
     assert (built.place, built.workers, built.digest) == (ClaimPlace("", 0), ("a", "b"), "m")
     assert (state.place, state.workers, state.numerics) == (ClaimPlace("", 4), ("c",), "n")
-    assert claims.last_step == 4
+    assert (claims.last_step, claims_of().last_step) == (4, 0)
     assert str(state.place) == "state after 4 steps"
     assert str(ClaimPlace("", 1)) == "state after 1 step"
 
@@ -67,7 +68,18 @@ def test_the_steps_of_a_client_begin_with_each_round() -> None:
         committed(1, 4, "z", "client0/part"),
     )
     assert [place.after for place in claims.by_place] == [0, 0, 1, 4]
-    assert str(list(claims.by_place)[2]) == "client0 from step 1: state after 4 steps"
+    first, _, third, _ = map(str, claims.by_place)
+    assert first == "client0: state after 4 steps"
+    assert third == "client0 from step 1: state after 4 steps"
+    # What is no state, or is about an earlier one, begins no round.
+    later = claims_of(
+        committed(1, 1, "x"),
+        committed(2, 2, "y"),
+        ("Evaluated", {"segment": 1, "predictions": "p"}),
+        received(3, 0, "u"),
+        committed(1, 4, "z", "client1"),
+    )
+    assert [place.after for place in later.by_place if place.party] == [2]
 
 
 def test_what_is_done_again_replaces_what_was_done_before() -> None:
@@ -185,6 +197,7 @@ def test_averages_predictions_and_the_states_of_generations_are_claims() -> None
 def test_a_run_that_returns_to_a_commit_counts_the_steps_of_its_clients_from_there() -> None:
     resumed = {"from_segment": 1, "step": 1, "by_policy": False}
     claims = claims_of(
+        committed(1, 4, "w", "client0"),
         committed(1, 1, "a"),
         committed(1, 4, "x", "client0"),
         committed(2, 2, "b"),
@@ -192,6 +205,7 @@ def test_a_run_that_returns_to_a_commit_counts_the_steps_of_its_clients_from_the
         committed(1, 4, "y", "client0"),
     )
     assert claims.by_place[ClaimPlace("client0", 4, None, 1)].digest == "y"
+    assert claims.by_place[ClaimPlace("client0", 4)].digest == "w"
 
 
 def test_what_a_run_has_undone_it_does_not_claim() -> None:
@@ -215,6 +229,10 @@ def test_inputs_of_a_run_are_those_that_its_job_does_not_say() -> None:
         (NUM_ROWS, ""): {"train": 5},
         (ROWS, ""): "first",
     }
+    # Federations within one run have clients of the same numbers.
+    kind, update = received(1, 0, "u")
+    members = claims_of(*((kind, {**update, "party": f"member{k}"}) for k in range(2)))
+    assert members.inputs == {(NUM_SAMPLES, f"member{k}: client 0 in round 1"): 5 for k in range(2)}
 
 
 def test_the_first_difference_is_that_of_the_first_common_place() -> None:

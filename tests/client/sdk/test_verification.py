@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+import math
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,10 +40,12 @@ from stratagem.client.sdk.verification_plan import (
     chosen_steps,
     compared_inputs,
     doubt_of_job,
+    first_step,
     kept_states,
     ranges,
     root_steps,
     stretches,
+    why_incomparable,
 )
 from stratagem.common.base.errors import (
     InProgressError,
@@ -54,8 +57,9 @@ from stratagem.common.base.errors import (
 from stratagem.common.code.signatures import make_keys, sign
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import rules
-from stratagem.common.numerics.verification import Conclusion
+from stratagem.common.numerics.verification import Conclusion, share_of
 from stratagem.v1 import coordinator_pb2 as pb
+from tests.client.report.reported import recorded
 from tests.client.run_facts import (
     Fact,
     assigned,
@@ -110,6 +114,10 @@ def test_segments_and_samples_choose_the_same_steps_each_time() -> None:
     assert 200 < len(sample) < 300
     assert sample == chosen_steps(claims, None, 0.25, 0) != chosen_steps(claims, None, 0.25, 1)
     assert len(chosen_steps(claims_of(7), None, 0.001, 0)) == 1, "the smallest sample is a segment"
+    by_share = sorted(range(7), key=lambda segment: share_of(0, segment))
+    third = share_of(0, by_share[2])
+    below = {2 * segment for segment in by_share[:2]}
+    assert chosen_steps(claims_of(7), None, third, 0) == below, "as the coordinator chooses"
     states = "this run has states of 0:999"
     with pytest.raises(InvalidInputError, match=f"1000 is no segment with a state; {states}"):
         chosen_steps(claims, {2, 1000}, None, 0)
@@ -123,6 +131,15 @@ def test_segments_and_samples_choose_the_same_steps_each_time() -> None:
     assert ranges([7, 0, 1, 2]) == "0:2,7"
 
 
+def test_segments_are_those_of_the_whole_run_or_of_its_members_where_it_has_none() -> None:
+    claims, members = claims_of(3), claims_of(0)
+    place = ClaimPlace("member0", 14)
+    claims.by_place[place] = members.by_place[place] = Claim(place, "d", 7, (), "")
+    with pytest.raises(InvalidInputError, match="7 is no segment with a state"):
+        chosen_steps(claims, {7}, None, 0)
+    assert chosen_steps(members, {7}, None, 0) == {14}
+
+
 def test_each_place_belongs_to_the_state_of_the_root_that_follows() -> None:
     claims = RunClaims()
     places = [
@@ -131,10 +148,11 @@ def test_each_place_belongs_to_the_state_of_the_root_that_follows() -> None:
         ClaimPlace("", 1, 0),
         ClaimPlace("", 1),
         ClaimPlace("a", 4, None, 1),
+        ClaimPlace("", 2, 0),
     ]
     for place in places:
         claims.by_place[place] = Claim(place, "d", 0, (), "")
-    assert list(map(root_steps(claims).get, places)) == [0, 1, 1, 1, 1]
+    assert list(map(root_steps(claims).get, places)) == [0, 1, 1, 1, 1, 2]
     members = RunClaims()
     for place in (
         first := [ClaimPlace("member0", 4), ClaimPlace("member1", 4), ClaimPlace("member0", 8)]
@@ -184,6 +202,31 @@ def test_rosters_are_compared_where_workers_decide_who_a_client_is() -> None:
     assert {kind for kind, _ in bound} == {RULES, ROSTER, NUM_SAMPLES}
 
 
+def test_numerics_that_nobody_has_recorded_are_no_reason() -> None:
+    known, other, unknown = (Claim(ClaimPlace("", 2), "d", 1, (), name) for name in ("n", "m", ""))
+    assert why_incomparable(known, other) == "numerics differ: n in the run, m here"
+    assert why_incomparable(known, unknown) == why_incomparable(unknown, known) == ""
+
+
+def test_histories_differ_in_the_first_step_that_both_have_recorded() -> None:
+    loss = recorded(1, [1.0, math.nan, 3.0, 4.0], certain=4)
+    norm, busy, rate = (replace(loss, name=name) for name in ("norm", "busy_s", "rate"))
+    run = History([loss, norm, replace(busy, observed=True), rate])
+
+    def differing(*values: float, norms: Sequence[float] = ()) -> str:
+        other = recorded(1, list(values), certain=4)
+        of_norm = [replace(recorded(1, list(norms), certain=4), name="norm")] if norms else []
+        seconds = replace(recorded(1, [9.0] * 4, certain=4), name="busy_s", observed=True)
+        coarse = replace(recorded(2, [9.0] * 2, certain=2), name="rate")
+        return str(first_step(run, History([other, *of_norm, seconds, coarse])))
+
+    assert differing(1.0, math.nan, 3.0, 4.0) == "None"
+    assert differing(1.0, 2.0, 3.0, 9.0) == "(2, 'train.loss', (nan, 2.0))"
+    assert differing(1.0, math.nan, math.nan, 4.0) == "(3, 'train.loss', (3.0, nan))"
+    both = differing(1.0, math.nan, 9.0, 4.0, norms=[9.0, 2.0, 3.0, 4.0])
+    assert both == "(1, 'norm', (1.0, 9.0))"
+
+
 @pytest.mark.parametrize(
     ("third", "conclusion"),
     [
@@ -228,6 +271,8 @@ class Runs:
         self.ended: list[str] = []
         self.deletes = True
         self.recorded: list[pb.VerificationResult] = []
+        self.num_watched = 0
+        """Events of verifying runs that were read."""
 
     async def submit(self, spec: JobSpec, run_id: str) -> AsyncRun:
         self.jobs.append(spec)
@@ -258,6 +303,7 @@ class OneRun:
     async def watch(self) -> AsyncGenerator[Event]:
         async for page in self.past():
             for event in page:
+                self.runs.num_watched += 1
                 yield event
 
     async def history(self, **_: object) -> History:
@@ -296,6 +342,7 @@ async def test_the_run_that_differs_is_kept_and_the_third_is_not() -> None:
     assert (found.conclusion, found.unverified) == (Conclusion.RUN, {})
     assert found.difference is not None
     assert list(runs.facts) == ["r", found.difference.run_id]
+    assert found.difference.claim.place == ClaimPlace("", 2), "the first one"
 
 
 async def test_a_refused_deletion_loses_no_result() -> None:
@@ -389,14 +436,38 @@ async def test_updates_after_the_last_state_are_verified() -> None:
 
 async def test_only_the_chosen_segments_are_in_doubt() -> None:
     facts = (*GOOD, AWAY, committed(3, 6, "c"))
-    found = await Runs(facts, GOOD).verify(segments={1})
+    runs = Runs(facts, GOOD, reproducible=False)
+    found = await runs.verify(segments={1})
     assert ([claim.digest for claim in found.equal], found.unverified) == (["m", "a"], {})
+    assert runs.num_watched == len(GOOD) - 1, "the verifying run is stopped there"
     # Nothing is computed for what cannot be compared.
     doubted = await Runs(facts).verify(segments={3})
-    assert (doubted.equal, list(doubted.unverified)) == ((), [ClaimPlace("", 6)])
+    reason = "round 1 waited for clients"
+    assert (doubted.equal, doubted.unverified) == ((), {ClaimPlace("", 6): reason})
     secret = job(strategy=federated(), privacy=PRIVACY | {"noise": "secret"}).document()
-    private = await Runs(GOOD, job=secret).verify(segments={1})
-    assert list(private.unverified) == [ClaimPlace("", 2)]
+    private = await Runs(GOOD, job=secret, reproducible=False).verify(segments={1})
+    (reason,) = private.unverified.values()
+    assert reason.startswith("privacy.noise: secret draws other noise")
+
+
+async def test_a_state_after_a_round_that_waited_is_not_compared_and_its_updates_are() -> None:
+    facts = (*BEGUN, assigned(1, c0="w0"), received(1, 0, "u"), AWAY, committed(1, 1, "s"))
+    again = (*facts[:-2], committed(1, 1, "t"))
+    found = await Runs(facts, again, job=document(strategy=federated())).verify()
+    assert found.difference is None
+    assert [claim.digest for claim in found.equal] == ["m", "u"]
+    assert found.unverified == {ClaimPlace("", 1): "round 1 waited for clients"}
+
+
+async def test_what_precedes_the_wanted_steps_or_is_new_is_passed_over() -> None:
+    """A stored state that others have computed begins a verifying run, whatever their numerics."""
+    facts = (*BEGUN, committed(1, 2, "a"), AMD, committed(2, 4, "b"))
+    state = {"segment": 1, "step": 2, "digest": "a", "average": "only here"}
+    again = (SUBMITTED, AMD, ("ModelBuilt", {**BUILT[1], **state}), committed(2, 4, "b"))
+    runs = Runs(facts, again, commits=(Commit(1, 2, "a", False, False, {}, ""),))
+    found = await runs.verify(segments={2})
+    assert ([claim.digest for claim in found.equal], found.unverified) == (["b"], {})
+    assert runs.jobs[0].initial is not None
 
 
 async def test_an_error_of_the_caller_and_an_interrupt_leave_no_run_behind() -> None:
@@ -454,7 +525,12 @@ def test_a_certificate_is_checked_against_the_claims_of_its_run(tmp_path: Path) 
     path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
     with pytest.raises(InvalidInputError, match="of version 2; known is 1"):
         read_certificate(path)
-    for text in ("{", "[]", '{"run": "r"}'):
+    empty = {**document, "verified": []}
+    del empty["sha256"]
+    path.write_text(json.dumps({**empty, "sha256": digest_of(empty)}))
+    with pytest.raises(InvalidInputError, match="is empty"):
+        read_certificate(path)
+    for text in ("{", "[]", "7", '{"run": "r"}'):
         path.write_text(text)
         with pytest.raises(InvalidInputError, match="is no certificate"):
             read_certificate(path)

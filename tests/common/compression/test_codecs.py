@@ -12,7 +12,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout, make_codec
 from stratagem.common.compression.codec import in_memory
 from stratagem.common.compression.quantize import Ternary, pack, quantise, unpack
-from stratagem.common.compression.table import are_forwarded, unit
+from stratagem.common.compression.table import are_forwarded, sum_messages, unit
 from stratagem.common.compression.top_k import largest
 from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of, places_beside
 from stratagem.common.job import CompressionSpec
@@ -269,6 +269,27 @@ def test_sums_go_over_the_tree_of_neighbours(numbers: list[float], total: float)
     assert (pairwise_sum(values), math.copysign(1, pairwise_sum(values))) == (total, 1)
     # 1e16 + 1 is 1e16; so the order shows: (1e16 + 1) + (1 + 1) is not the sum from the left.
     assert pairwise_sum(np.array([1e16, 1, 1, 1])) == 1e16 + 2
+
+
+@pytest.mark.parametrize("numerics", [FIRST, CURRENT])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 7])
+def test_messages_are_summed_over_the_tree_of_neighbours(num_shards: int, numerics: int) -> None:
+    codec = codec_of(CODECS["ternary-stochastic"])
+    messages, sums = [], []
+    for shard in range(num_shards):
+        extras = np.array([10.0**shard, 1.0 if shard else 1e16])
+        key = derive(4, 9, shard)
+        payload, _ = codec.encode(values(ODD, shard), codec.initial_state(), key)
+        messages.append(payload.tobytes() + extras.astype("<f8").tobytes())
+        decoded = flat(codec.decode(payload, key)) * np.float32(unit(extras[0], numerics))
+        sums.append((decoded, extras))
+    while len(sums) > 1:
+        pairs = zip(sums[0::2], sums[1::2], strict=False)
+        rest = sums[len(sums) // 2 * 2 :]
+        sums = [(a + b, more + others) for (a, more), (b, others) in pairs] + rest
+    summed, extras = sum_messages(codec, messages, 4, 9, numerics)
+    assert summed.tobytes() == sums[0][0].tobytes()
+    assert extras.tobytes() == sums[0][1].tobytes()
 
 
 def test_gradients_of_other_size_do_not_share_a_scale() -> None:

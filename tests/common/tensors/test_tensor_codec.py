@@ -162,6 +162,8 @@ def test_files_in_any_order_are_read_and_cut_ones_refused(tmp_path: Path) -> Non
     (tmp_path / "x").write_bytes(b"12345")
     with pytest.raises(IntegrityError, match="3 bytes too early"):
         list(from_file(tmp_path / "x", 2, 6)(0))
+    # A transfer that was interrupted goes on from where it was.
+    assert b"".join(from_file(tmp_path / "x", 1, 4)(1)) == b"345"
 
 
 def entry(**changes: object) -> dict[str, object]:

@@ -105,6 +105,34 @@ def test_a_run_that_was_wrong_ends_with_the_states_of_an_undisturbed_one(
         assert marked == sorted(refuted.workers[0]) == list(refuted.marked)
 
 
+@pytest.mark.parametrize(
+    ("workers", "executions"),
+    [("abc", (("a",), ("c",), ("b",))), ("ab", (("a",), ("b",)))],
+)
+def test_members_that_verify_themselves_execute_a_segment_once_each(
+    workers: str, executions: tuple[tuple[str, ...], ...]
+) -> None:
+    """The third execution is that of another worker, the best that there is."""
+    simulation = run(
+        verified({**DATA_PARALLEL, "num_replicas": 2}, on="members"),
+        *workers,
+        disturb=lambda _n, k, number: "!" * ((k, number) == (2, 0)),
+    )
+    assert simulation.fact(f.SegmentRefuted).workers == (("a", "b"), *executions)
+
+
+def test_a_wrong_worker_that_has_left_is_nobody_to_punish() -> None:
+    simulation = begun(verified(), *"abcd", disturb=always("a"))
+    simulation.until(f.SegmentCommitted, 3)
+    assert not simulation.facts(f.SegmentRefuted)
+    simulation.tell(LeaveWorker(member("a"), "asked to"))
+    simulation.complete()
+    refuted = simulation.fact(f.SegmentRefuted)
+    assert (refuted.conclusion, refuted.marked) == (Conclusion.RUN, ("a",))
+    assert not simulation.facts(f.WorkerMarked)
+    assert simulation.course == undisturbed(LOCAL)
+
+
 @pytest.mark.parametrize("disturb", [always, once])
 def test_a_verifier_that_is_wrong_is_told_from_the_run(
     disturb: Callable[[str], Disturb],
@@ -165,6 +193,21 @@ def test_two_marks_within_a_day_quarantine() -> None:
         while simulation.queue:
             simulation.step()
         assert [fact.worker_id for fact in simulation.facts(f.WorkerQuarantined)] == names
+
+
+def test_a_mark_since_the_difference_is_of_the_same_fault() -> None:
+    """As where two runs have the worker, and both decide after it was wrong once."""
+    simulation = begun(verified(), "a", "b", "c", disturb=once("a"))
+    simulation.now_s = 5.0
+    while (2, frozenset("c")) not in simulation.verifying():
+        simulation.step()
+    simulation.now_s = 8.0
+    simulation.happen(f.WorkerMarked(worker_id=WorkerId("a"), reason="by another run"))
+    simulation.now_s = 12.0
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).marked == ("a",)
+    assert len(simulation.facts(f.WorkerMarked)) == 1
+    assert not simulation.facts(f.WorkerQuarantined)
 
 
 def test_without_a_worker_to_spare_the_run_ends_unverified() -> None:
@@ -271,6 +314,17 @@ def test_a_run_that_others_cannot_train_rightly_either_says_that_its_bits_do_not
     assert conclusions == [Conclusion.RUN] * (len(workers) - 2) + [Conclusion.OPEN]
     assert not simulation.record.is_reproducible
     assert not simulation.facts(f.WorkerQuarantined)
+
+
+def test_a_worker_that_is_wrong_only_when_it_trains_is_asked_once_more() -> None:
+    """It verifies itself, as there is no other; each third execution is that of the run."""
+    simulation = run(
+        verified(on="members"),
+        "a",
+        disturb=lambda _n, k, number: "!" * (k == 2 and number % 3 == 0),
+    )
+    conclusions = [fact.conclusion for fact in simulation.facts(f.SegmentRefuted)]
+    assert conclusions == [Conclusion.RUN, Conclusion.OPEN]
 
 
 def differing(simulation: Computing, *minority: str) -> None:
@@ -445,6 +499,7 @@ def test_replicas_may_differ_again_after_a_commit() -> None:
         simulation.crash()
     simulation.complete()
     assert simulation.course == undisturbed(DATA_PARALLEL)
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [1, 2, 3, 4]
 
 
 def test_a_run_that_is_trained_says_that_it_is_verified() -> None:
@@ -491,6 +546,43 @@ def test_two_runs_blame_the_same_worker_once_and_nobody_else(num_before: int) ->
     assert not simulation.facts(f.WorkerMarked)
 
 
+@pytest.mark.parametrize("on", ["spare", "any"])
+def test_a_worker_of_another_run_is_not_spare(on: str) -> None:
+    simulation = Computing()
+    simulation.come("ab")
+    other = RunId("other")
+    simulation.tell(SubmitRun(other, job_text(LOCAL), 0.0))
+    simulation.tell(SubmitRun(RUN, verified(on=on), 0.0))
+    while simulation.queue:
+        report = simulation.queue.popleft()
+        if report.run_id == RUN:  # the other run is slow
+            simulation.tell(report)
+    assert simulation.record.ended is RunPhase.COMPLETED
+    segments = [fact.segment for fact in simulation.facts(f.SegmentVerified)]
+    assert segments == ([1, 2, 3, 4] if on == "any" else [])
+    formed = [fact.members for fact in simulation.facts(f.MembersFormed) if fact.party == VERIFIER]
+    assert any(formed) == (on == "any")
+
+
+def test_a_member_that_has_not_computed_a_segment_is_not_spare_either() -> None:
+    simulation = begun(verified(), "a")
+    simulation.until(f.SegmentCommitted, 2)
+    simulation.lose("a")
+    simulation.come("b")
+    simulation.complete()
+    assert not simulation.verifying()
+    assert simulation.status.extra["verification"] == "0 chosen segments verified, 4 not"
+
+
+def test_a_worker_that_has_computed_a_segment_does_not_decide_about_it_if_others_can() -> None:
+    simulation = begun(verified(), *"abcd", disturb=always("a"))
+    simulation.until(f.SegmentCommitted, 3)
+    simulation.lose("a")
+    simulation.come("a", 1)
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).workers[:3] == (("a",), ("b",), ("d",))
+
+
 def test_former_members_are_spare_workers_again() -> None:
     simulation = Computing()
     simulation.come("abcdef")
@@ -517,6 +609,23 @@ def test_a_segment_that_nobody_can_verify_does_not_keep_others_from_it() -> None
     assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [2, 3, 4]
     assert {name for _, names in simulation.verifying() for name in names} == {"a"}
     assert simulation.status.extra["verification"] == "3 chosen segments verified, 1 not"
+
+
+def test_a_difference_waits_for_a_worker_that_can_decide_while_the_run_goes_on() -> None:
+    """Checks that wait behind it do not end it: of what follows a wrong state nothing is right."""
+    simulation = begun(verified(steps=60, epochs=None), "a", "b", disturb=always("a"))
+    while not (simulation.record.value.checks and simulation.record.value.checks[0].executions):
+        simulation.step()
+    simulation.lose("a")
+    while len(simulation.record.value.checks) < 2:
+        simulation.step()
+    simulation.go_on(4)
+    assert simulation.record.ended is None
+    assert not simulation.facts(f.SegmentRefuted)
+    simulation.come("c")
+    simulation.complete()
+    assert simulation.fact(f.SegmentRefuted).conclusion is Conclusion.RUN
+    assert simulation.record.is_reproducible
 
 
 def failing(simulation: Simulation) -> None:

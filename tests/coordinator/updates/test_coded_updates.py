@@ -27,6 +27,7 @@ from tests.coordinator.updates.coded import (
     MODEL,
     STATE,
     TERNARY,
+    TRAINED,
     CodedRound,
     Update,
     job_with,
@@ -292,6 +293,21 @@ def test_a_tensor_beside_the_payload_must_be_finite(a_round: CodedRound) -> None
     update = spoiled(update_of(TERNARY, 0), MODEL.tensors[1].offset, b"\xff" * 8)
     with pytest.raises(UpdateRejectedError, match="values of 'model/wide' are not finite"):
         a_round.enter(0, update)
+
+
+def test_what_is_sent_as_it_is_can_be_read_from_any_byte_on(a_round: CodedRound) -> None:
+    """A window of the fold may begin and end in the middle of a tensor."""
+    update = update_of(TERNARY, 0)
+    entry = a_round.enter(0, update)
+    with closing(a_round.decoding()) as decoding:
+        source = decoding.source(0, entry)
+        for spec in MODEL.stored():
+            if spec.name in TRAINED:
+                continue
+            for start in range(spec.offset, spec.offset + spec.size_bytes):
+                into = np.empty(min(7, spec.offset + spec.size_bytes - start), np.uint8)
+                source.read(start, into)
+                assert into.tobytes() == update.whole[start : start + into.size]
 
 
 def test_without_what_decodes_it_a_coded_update_is_not_folded(a_round: CodedRound) -> None:

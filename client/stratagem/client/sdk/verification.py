@@ -131,7 +131,7 @@ class Verifier:
         again, reason = await self._compute(stretch, wanted, run_id, self._compared, keeps=True)
         if reason:
             self.unverified |= dict.fromkeys(wanted, reason)
-        if reason or again is None or not self._differs(again):
+        if again is None or not self._differs(again):
             return None
         difference = Difference(self.claims.by_place[again.place], again, run_id)
         try:
@@ -160,14 +160,15 @@ class Verifier:
     ) -> tuple[Claim | None, str]:
         """Run a stretch of steps until a wanted claim differs, or all are removed from `wanted`.
 
-        Return the claim that was compared last, and the reason why the run ended early, or "". The
-        run is deleted, however this call ends, unless `keeps` is set and a claim differs.
+        Return the claim that was compared last, and the reason why the run ended early, or "" if it
+        has compared what it should: if the claim differs, there is no reason. The run is deleted,
+        however this call ends, unless `keeps` is set and a claim differs.
         """
         is_kept = False
         try:
             run = await self.runs.submit(self._job(stretch), run_id)
             last, reason = await self._compare(run, stretch, wanted, on_claim)
-            is_kept = keeps and not reason and last is not None and self._differs(last)
+            is_kept = keeps and last is not None and self._differs(last)
             return last, reason
         finally:
             await asyncio.shield(self._end(run_id, keeps=is_kept))
@@ -236,7 +237,7 @@ class Verifier:
             )
         except StratagemError as error:
             reason = str(error)
-        difference = replace(difference, third=None if reason else third, why_open=reason)
+        difference = replace(difference, third=third, why_open=reason)
         with suppress(StratagemError):
             mine, theirs = [
                 await (await self.runs.get(run_id)).history(parties=place.party)
