@@ -1,18 +1,23 @@
 """Rounds of federations and generations of populations that are verified while they train."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from stratagem.common.job import JobSpec
 from stratagem.common.numerics.verification import VERIFIER, Conclusion
+from stratagem.coordinator.app.plugins import BUILT_IN
+from stratagem.coordinator.core import effects as e
 from stratagem.coordinator.core import facts as f
-from tests.coordinator.core.jobs import (
-    FEDERATED,
-    INNER,
-    POPULATION_SECTIONS,
-    population,
-    silos,
-)
+from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
+from stratagem.coordinator.core.facts.fact_values import Cause
+from stratagem.coordinator.core.strategy_calls import objections_to
+from stratagem.coordinator.core.world import RunPhase
+from stratagem.coordinator.strategies.verdict import MAX_EXECUTIONS
+from tests.coordinator.core.jobs import FEDERATED, INNER, POPULATION_SECTIONS, population, silos
+from tests.coordinator.core.simulation import RUN
 from tests.coordinator.strategies.computing import Computing, Disturb, nobody, run, verified
 
 YOGI = {
@@ -41,6 +46,25 @@ CASES = {
     **{name: (strategy, {"checkpoint": None}) for name, strategy in ROUNDS.items()},
     **{name: (strategy, SECTIONS) for name, strategy in GENERATIONS.items()},
 }
+
+
+@dataclass
+class Troubled(Computing):
+    """A simulation in which some effects end otherwise than by what is right."""
+
+    answer: Callable[[e.Effect], f.Fact | None] = lambda _: None
+
+    def _do(self, effect: e.Effect) -> f.Fact:
+        return self.answer(effect) or super()._do(effect)
+
+
+def troubled(text: str, answer: Callable[[e.Effect], f.Fact | None], *workers: str) -> Troubled:
+    simulation = Troubled(answer=answer)
+    simulation.come(workers)
+    simulation.tell(SubmitRun(RUN, text, 0.0))
+    while simulation.queue:
+        simulation.step()
+    return simulation
 
 
 def executed(name: str, disturb: Disturb = nobody, **more: Any) -> Computing:
@@ -111,3 +135,108 @@ def test_a_transient_fault_is_undone_and_leaves_marks(name: str) -> None:
     (refuted,) = simulation.facts(f.SegmentRefuted)
     assert "b" in refuted.marked
     assert quarantined(simulation) == set()
+
+
+@pytest.mark.parametrize("inner", [None, {**FEDERATED, "rounds": 5}])
+def test_a_member_that_cannot_be_built_fails_for_the_verifier_too(inner: Any) -> None:
+    """What a population begins with is then not the state of each member."""
+
+    def answer(effect: e.Effect) -> f.Fact | None:
+        if not isinstance(effect, e.Build) or not effect.party.endswith("member1"):
+            return None
+        return f.PartyFailed(party=effect.party, reason="E: it has no such layer")
+
+    evaluation = {**SECTIONS["evaluation"], "best": "loss"} if inner else SECTIONS["evaluation"]
+    sections: dict[str, Any] = {**SECTIONS, "on": "members", "evaluation": evaluation}
+    text = verified(population(3, 2, inner=inner), **sections)
+    simulation = troubled(text, answer, *"abc")
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [1, 2]
+    assert not simulation.facts(f.SegmentRefuted)
+
+
+def test_a_round_that_a_machine_has_influenced_is_not_verified() -> None:
+    """What has left out a client need not happen again."""
+
+    def answer(effect: e.Effect) -> f.Fact | None:
+        if not isinstance(effect, e.TrainClient) or (effect.round_num, effect.client) != (2, 3):
+            return None
+        of: dict[str, Any] = {"party": effect.party, "round_num": 2, "client": 3}
+        return f.UpdateRejected(**of, reason="no memory", cause=Cause.MEMORY)
+
+    text = verified(FEDERATED, on="members", checkpoint=None)
+    simulation = troubled(text, answer, *"abcd")
+    assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [1, 3]
+    assert simulation.status.extra["verification"] == "2 chosen segments verified, 1 not"
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_federation_that_fails_goes_on_twice_from_a_state_that_is_not_in_doubt(
+    times: int,
+) -> None:
+    left = [4 * times]
+
+    def answer(effect: e.Effect) -> f.Fact | None:
+        if not isinstance(effect, e.TrainClient) or effect.party or effect.round_num != 2:
+            return None
+        left[0] -= 1
+        of: dict[str, Any] = {"party": effect.party, "round_num": 2, "client": effect.client}
+        rejected = f.UpdateRejected(**of, reason="a loss of NaN", cause=Cause.NOT_FINITE_LOSS)
+        return rejected if left[0] >= 0 else None
+
+    simulation = troubled(verified(FEDERATED, checkpoint=None, on="members"), answer, *"abcd")
+    assert len(simulation.facts(f.RunResumed)) == min(times, 2)
+    if times > 2:
+        assert simulation.record.ended is RunPhase.FAILED
+    else:
+        assert simulation.course == executed("averages", sample=0.0).course
+
+
+def test_clients_of_some_workers_are_verified_by_any_worker() -> None:
+    selected = {"method": "ByCapability", "required_tags": ["gpu"]}
+    simulation = Computing()
+    simulation.come("ab", tags=("gpu",))
+    simulation.come("c")
+    strategy = {**FEDERATED, "client_selection": selected}
+    simulation.tell(SubmitRun(RUN, verified(strategy, checkpoint=None), 0.0))
+    simulation.complete()
+    assert {fact.workers for fact in simulation.facts(f.SegmentVerified)} == {("c",)}
+    assert len(simulation.facts(f.SegmentVerified)) == 3
+
+
+def test_a_job_that_gives_others_bits_each_time_is_known_after_a_few_executions() -> None:
+    simulation = run(
+        verified(), *"abcdefgh", disturb=lambda _n, segment, number: str(number) * (segment == 2)
+    )
+    refuted = simulation.fact(f.SegmentRefuted)
+    assert refuted.conclusion is Conclusion.JOB
+    assert len(refuted.digests) == 1 + MAX_EXECUTIONS
+
+
+def test_a_strategy_that_cannot_train_a_segment_again_is_refused() -> None:
+    mine = replace(BUILT_IN.built_in["Local"], repeating=None)
+    strategies = replace(BUILT_IN, installed={"mine": mine})
+    text = verified({"type": "Custom", "coordinator": "mine", "config": {}})
+    (violation,) = objections_to(JobSpec.from_json(text), strategies)
+    assert violation.field == "verification"
+    assert "Custom" in violation.message
+
+
+@pytest.mark.parametrize(("name", "kind"), [("members", f.GenerationClosed), ("averages", None)])
+def test_a_user_has_a_federation_return_and_no_population(
+    name: str, kind: type[f.Fact] | None
+) -> None:
+    strategy, sections = CASES[name]
+    simulation = Computing()
+    simulation.come("abcd")
+    simulation.tell(SubmitRun(RUN, verified(strategy, **sections, on="members"), 0.0))
+    simulation.until(kind or f.SegmentCommitted, 2)
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    if kind is not None:
+        refused = simulation.refusal(ResumeRun(RUN, from_segment=1))
+        assert "goes on from its last commit" in refused.reason
+        return
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    simulation.complete()
+    assert simulation.course == executed(name, sample=0.0).course
+    assert simulation.facts(f.SegmentVerified)[-1].segment == 3

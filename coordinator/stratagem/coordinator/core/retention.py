@@ -16,6 +16,7 @@ from stratagem.coordinator.core.commands import Ending, ExpireRuns, ForgetWorker
 from stratagem.coordinator.core.courses import was_asked_to_end
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import (
+    ROOT,
     ClusterSummed,
     Fact,
     KnownWorker,
@@ -186,7 +187,8 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
     commit = kept[segment]
     last = run.commits[-1].segment
     nesting = run.strategy.nesting
-    if nesting is None:
+    inside = [child for child in run.strategy.children(run.value) if child.party == ROOT]
+    if nesting is None or any(child.strategy.nesting is None for child in inside):
         return (
             f"under this strategy run {run.run_id!r} goes on from its last commit ({last}) alone, "
             f"and not from segment {segment}: its others hold only a part of what it needs"

@@ -322,7 +322,8 @@ class Strategies:
         return strategy
 
     def _find(self, job: JobSpec) -> Strategy | None:
-        is_custom = isinstance(job.strategy, Custom) and not _is_evaluated_in_shares(job)
+        is_inside = job.verification is not None or _is_evaluated_in_shares(job)
+        is_custom = isinstance(job.strategy, Custom) and not is_inside
         return (self.installed if is_custom else self.built_in).get(_name_of(job))
 
     def why_not(self, job: JobSpec) -> str:

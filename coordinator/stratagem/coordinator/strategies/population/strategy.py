@@ -153,11 +153,9 @@ def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
 
 
 def pending(
-    run_id: RunId, job: JobSpec, value: PopulationRun, horizon: int | None
+    run_id: RunId, job: JobSpec, value: PopulationRun, _horizon: int | None
 ) -> frozenset[Effect]:
     """Return the effects that the members still in training need."""
-    if horizon is not None and value.generation > horizon:
-        return frozenset()
     looks = value.structural is not None and spec_of(job).generations > 1
     return frozenset(
         replace(effect, params=member.params) if looks and isinstance(effect, Build) else effect
