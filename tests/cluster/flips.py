@@ -395,20 +395,31 @@ def table(attempts: Iterable[Attempt]) -> str:
 # ---- A series of healthy runs ----
 
 
+def longer(job: Job, num_steps: int) -> Job:
+    """Return the job with three times as many steps, rounds or generations."""
+    strategy = job["strategy"]
+    for name in ("rounds", "generations"):
+        if name in strategy:
+            return {**job, "strategy": {**strategy, name: 3 * strategy[name]}}
+    return {**job, "steps": 3 * num_steps}
+
+
 def healthy(bench_: Bench, draw: random.Random, case: str) -> tuple[int, int, str]:
     """Run a job three times as long while a worker is killed or frozen; return how many segments
     were verified and how many not, and what is wrong, if anything is."""
-    steps = 3 * bench_.undisturbed(case).num_steps
-    job = {**CASES[case], "steps": steps, "name": "healthy"}
+    num_commits = 3 * max(bench_.undisturbed(case).final)
+    job = {**longer(CASES[case], bench_.undisturbed(case).num_steps), "name": "healthy"}
     right = bench_.plain(case, job)
-    run = bench_.client.submit(verified(job, draw.choice(("spare", "any", "members"))))
+    on = "members" if case in EVERYBODY else draw.choice(("spare", "any", "members"))
+    run = bench_.client.submit(verified(job, on))
     victims = draw.sample(bench_.cluster.worker_names, draw.randint(1, 2))
-    plan = sorted((draw.randrange(3, steps), name) for name in victims)
+    plan = sorted((draw.randrange(1, num_commits), name) for name in victims)
     frozen: list[threading.Timer] = []
     for event in run.watch():
         if not plan or not isinstance(event, Event):
             continue
-        if event.kind == "SegmentCommitted" and event.payload["step"] >= plan[0][0]:
+        number = event.payload.get("segment", event.payload.get("generation", 0))
+        if event.kind in ("SegmentCommitted", "GenerationClosed") and number >= plan[0][0]:
             name = plan.pop(0)[1]
             if draw.random() < 0.5:
                 bench_.cluster.kill(name)

@@ -158,6 +158,30 @@ def test_what_was_accepted_before_a_run_went_back_is_none_of_its_rounds(spool_pl
     assert spool.look(key(0, run=returned)) == (None, 0)
 
 
+@pytest.mark.parametrize("party", ["verifier", "verifier/member0"])
+def test_a_round_that_a_verifier_trains_again_has_its_own_updates(
+    spool_place: Place, party: str
+) -> None:
+    """What an earlier execution has computed would be taken for the result of this one."""
+    spool = spool_place.spool()
+    first, second = (replace(AGAIN, num_repeats=number) for number in (1, 2))
+    accept(spool, 0, MANIFEST, DATA, run=first)  # the run's own
+    keys = [SpoolKey(each, Party(party), 1, 0) for each in (first, second)]
+    with closing(spool.open(keys[0], MANIFEST)) as writer:
+        writer.write(DATA)
+        writer.commit(MANIFEST, 5)
+    assert spool.look(keys[1]) == (None, 0)
+    with closing(spool.open(keys[1], MANIFEST)) as writer:
+        writer.write(OTHER_DATA)
+        writer.commit(MANIFEST, 5)
+    spool.delete_returned(second)
+    assert spool.entry(keys[0]) is None
+    found = spool_place.spool().entry(keys[1])
+    assert found is not None
+    assert found.digest == digest_of(OTHER_DATA)
+    assert spool.entry(key(0, run=second)) is not None
+
+
 def test_the_next_start_deletes_what_lay_there_before_a_run_went_back(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool", quota_bytes=1 << 20)
     accept(spool, 0, MANIFEST, DATA, run=AGAIN)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.verification import VERIFIER, Conclusion
 from stratagem.coordinator.app.plugins import BUILT_IN
@@ -15,6 +16,9 @@ from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
 from stratagem.coordinator.core.facts.fact_values import Cause
 from stratagem.coordinator.core.strategy_calls import objections_to
 from stratagem.coordinator.core.world import RunPhase
+from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.federated import strategy as federated
+from stratagem.coordinator.strategies.population.run import digest as population_digest
 from stratagem.coordinator.strategies.verdict import MAX_EXECUTIONS
 from tests.coordinator.core.jobs import FEDERATED, INNER, POPULATION_SECTIONS, population, silos
 from tests.coordinator.core.simulation import RUN
@@ -240,3 +244,34 @@ def test_a_user_has_a_federation_return_and_no_population(
     simulation.complete()
     assert simulation.course == executed(name, sample=0.0).course
     assert simulation.facts(f.SegmentVerified)[-1].segment == 3
+
+
+def test_all_states_from_which_a_round_begins_are_compared() -> None:
+    rounds = executed("client states", sample=0.0).record.value
+    assert rounds.committed is not None
+    plain = replace(rounds, client_states=None)
+    assert federated.digest(plain) == rounds.committed.digest
+    states = replace(rounds.client_states, newest={})
+    moments = replace(plain, server_state=(Digest("moments"),))
+    others = replace(plain, server_state=(Digest("others"),))
+    different = [rounds, plain, replace(rounds, client_states=states), moments, others]
+    digests = [*map(federated.digest, different)]
+    assert digests[1] == digests[2]  # nobody has a state yet
+    assert len({*digests}) == 4
+
+
+def test_all_members_of_a_generation_are_compared() -> None:
+    value = executed("members", sample=0.0).record.value
+    last = value.members[-1]
+    base = nested.committed(last.child)
+    assert base is not None
+    state = replace(base, digest=Digest("another"))
+    child = replace(last.child, value=replace(last.child.value, committed=state))
+    different = [
+        last,
+        replace(last, child=child),
+        replace(last, scores=(*last.scores[:-1], None)),
+        replace(last, params={"optimizer.lr": 0.5}),
+    ]
+    populations = (replace(value, members=(*value.members[:-1], each)) for each in different)
+    assert len({*map(population_digest, populations)}) == 4

@@ -239,6 +239,8 @@ def trusting(value: VerifiedRun) -> VerifiedRun:
     if latest is None or latest.base != base:
         latest = None if base is None else _point(value, base, frozenset())
     since = nested.workers(value.main)
+    if isinstance(value.main.job.strategy, Federated | PopulationBased):
+        since |= value.since  # what these have trained of an open round or generation stays
     value = replace(value, latest=latest, since=since, trained={}, verified=None)
     if (
         latest is not None
