@@ -91,6 +91,7 @@ AREAS = {
             "tests/client/report/test_verified_run.py",
             "tests/coordinator/strategies/test_verified.py",
             "tests/coordinator/strategies/test_verified_at_random.py",
+            "tests/coordinator/strategies/test_verified_rounds.py",
         ),
     ),
 }

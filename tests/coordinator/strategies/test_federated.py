@@ -262,6 +262,22 @@ def test_a_build_that_ends_every_process_which_tries_it_fails_the_run() -> None:
     )
 
 
+def test_a_new_helper_evaluates_the_oldest_state_first() -> None:
+    """It would refuse one that comes after a newer one, for ever."""
+    simulation = start(job_text(FEDERATED, evaluation=EVALUATION), "a", "b")
+    while simulation.record.value.round_num < 3:
+        report = simulation.queue.popleft()
+        if not isinstance(report.fact, f.Evaluated):
+            simulation.tell(report)
+    simulation.lose("a")
+    for segment in (1, 2):
+        effect = simulation.due_one(EvaluateState)
+        assert (effect.base.segment, effect.members) == (segment, (member("b"),))
+        simulation.report(do(effect))
+    simulation.complete()
+    assert [fact.segment for fact in simulation.facts(f.Evaluated)] == [1, 2, 3]
+
+
 # ---- evaluation by clients ----
 
 

@@ -207,6 +207,19 @@ def test_clients_of_some_workers_are_verified_by_any_worker() -> None:
     assert len(simulation.facts(f.SegmentVerified)) == 3
 
 
+def test_two_workers_of_the_run_confirm_it_together() -> None:
+    """One alone might repeat a defect of its own, and nobody else is there."""
+
+    def first_of_the_verifier(_names: frozenset[str], segment: int, number: int) -> str:
+        return "!" * (segment == 1 and number == 4)
+
+    simulation = executed("averages", first_of_the_verifier)
+    refuted = simulation.fact(f.SegmentRefuted)
+    assert (refuted.conclusion, refuted.marked) == (Conclusion.VERIFIER, ("a",))
+    assert refuted.workers[1:4] == (("a",), ("b",), ("c",))
+    assert not simulation.facts(f.RunResumed)
+
+
 def test_a_job_that_gives_others_bits_each_time_is_known_after_a_few_executions() -> None:
     simulation = run(
         verified(), *"abcdefgh", disturb=lambda _n, segment, number: str(number) * (segment == 2)

@@ -26,7 +26,7 @@ from stratagem.coordinator.core.effects import (
     RouteShares,
     TrainClient,
 )
-from stratagem.coordinator.core.facts import TRAIN_LOSS
+from stratagem.coordinator.core.facts import TRAIN_LOSS, Member
 from stratagem.coordinator.core.strategy_contract import RunCounts, Status
 from stratagem.coordinator.core.world import RunPhase, WorkerRecord, World
 from stratagem.coordinator.strategies.federated import closing
@@ -80,8 +80,7 @@ def pending(
         effects.update(_accounting(run_id, job, value))
     if horizon is None or value.round_num <= horizon:
         effects.update(closing.effects(run_id, job, value))
-    for owed in value.evaluations.values():
-        effects.update(_evaluating(run_id, job, value, owed))
+    effects.update(_evaluations(run_id, job, value))
     for segment, due in to_merge(job, value):
         if due.member is not None:
             of_round = run_id, value.party, segment, due.member, due.states, due.metrics
@@ -118,6 +117,16 @@ def _accounting(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[Acco
     if value.round_num <= spec_of(job).rounds and not why_stopped(job, value.metrics):
         candidates = candidates_of(job, value)
         yield value.ledger.due(run_id, value.party, value.round_num, candidates)
+
+
+def _evaluations(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[EvaluateState]:
+    """Yield the evaluations that are due, of each worker those of the oldest state: a worker refuses
+    a state that is older than one that it has begun to evaluate."""
+    busy = set[Member]()
+    for _, owed in sorted(value.evaluations.items()):
+        effects = [*_evaluating(run_id, job, value, owed)]
+        yield from (effect for effect in effects if busy.isdisjoint(effect.members))
+        busy.update(*(effect.members for effect in effects))
 
 
 def _evaluating(
