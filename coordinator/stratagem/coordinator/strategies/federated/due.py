@@ -120,8 +120,8 @@ def _accounting(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[Acco
 
 
 def _evaluations(run_id: RunId, job: JobSpec, value: Federation) -> Iterator[EvaluateState]:
-    """Yield the evaluations that are due, of each worker those of the oldest state: a worker refuses
-    a state that is older than one that it has begun to evaluate."""
+    """Yield the evaluations that are due, of each worker those of the oldest state: a worker
+    refuses a state that is older than one that it has begun to evaluate."""
     busy = set[Member]()
     for _, owed in sorted(value.evaluations.items()):
         effects = [*_evaluating(run_id, job, value, owed)]
