@@ -275,7 +275,7 @@ def test_a_run_whose_last_verifier_is_lost_ends_with_what_was_verified(bench: Be
         await_event(run, "SegmentVerified")
         bench.gates.wait_reached("worker-4-batch-9")
         with bench.without("worker-4", "lost"):
-            text = "12 steps committed; 1 chosen segment verified, 5 not"
+            text = "12 steps committed; 1 of 6 chosen segments verified"
             assert bench.check(run, expected) == replace(RIGHT, last=text)
 
 

@@ -226,7 +226,7 @@ def test_watch_leaves_out_how_a_run_is_verified_and_status_says_the_result(
     assert [line.split()[-1] for line in lines] == ["SegmentVerified", "done"]
     asked = invoke("watch", *options, "--kind", "SegmentCommitted").stdout
     assert asked.split()[-1] == "SegmentCommitted"
-    found = "12 chosen segments verified, 1 not"
+    found = "12 of 13 chosen segments verified"
     info = fake.runs["mine"].info()
     info.verification = found
     print_status(make_console(), run_status(info))

@@ -106,7 +106,7 @@ def test_nothing_of_the_verifier_is_part_of_the_run() -> None:
 
 
 def test_page_and_panel_show_what_is_verified() -> None:
-    run = reported("golden-allreduce", verification="1 chosen segment verified, 2 not")
+    run = reported("golden-allreduce", verification="1 of 3 chosen segments verified")
     own = commit(1, "verifier")
     events = list(run.events)
     for kind, payload in (own, verified(1, "worker-9")):
@@ -119,7 +119,7 @@ def test_page_and_panel_show_what_is_verified() -> None:
     assert panel.note == status.verification
     assert "worker-9" in panel.draw(720).svg
     html = page(shown, "now")
-    assert "1 chosen segment verified, 2 not" in html
+    assert "1 of 3 chosen segments verified" in html
     assert "Verification" in html
     assert verification_panels(run) == []
 

@@ -90,7 +90,7 @@ def federated(**options: Any) -> dict[str, Any]:
     ("sections", "field", "texts"),
     [
         (federated(secure_aggregation={}), "verification", ["secure_aggregation", AFTER]),
-        (federated(roster={"open": True}), "verification", ["open roster", AFTER]),
+        (federated(roster={"open": True}), "verification", ["an open roster", AFTER]),
         ({"strategy": FEDERATED, "privacy": ROUNDS}, "verification", ["with privacy", AFTER]),
         (
             {"strategy": FEDERATED, "data": {"worker_local": "mine"}},
@@ -100,7 +100,7 @@ def federated(**options: Any) -> dict[str, Any]:
         (
             {**MEMBERS, "strategy": {**POPULATION, "options": {"asynchronous": True}}},
             "verification",
-            ["asynchronous", AFTER],
+            ["with asynchronous members"],
         ),
         (EVALUATED, "verification", ["there are no segments to compute again"]),
         (

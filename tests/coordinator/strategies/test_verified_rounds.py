@@ -170,7 +170,7 @@ def test_a_round_that_a_machine_has_influenced_is_not_verified() -> None:
     text = verified(FEDERATED, on="members", checkpoint=None)
     simulation = troubled(text, answer, *"abcd")
     assert [fact.segment for fact in simulation.facts(f.SegmentVerified)] == [1, 3]
-    assert simulation.status.extra["verification"] == "2 chosen segments verified, 1 not"
+    assert simulation.status.extra["verification"] == "2 of 3 chosen segments verified"
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])

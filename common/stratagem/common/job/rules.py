@@ -485,23 +485,22 @@ _PRIVACY: Final[Table] = (
 #
 # A segment is computed again from the committed state before it, and must end with the same bits.
 
-_UNVERIFIED: Final = "is not possible with {}; verify the run after its end, with stratagem verify"
 _VERIFICATION: Final[Table] = (
-    Rules("", _UNVERIFIED, {
+    Rules("", "is not possible with {}", {
         "verification when execution.deterministic is false": "execution.deterministic: false, as "
         "only equal bits can be compared",
         "verification when privacy.noise is secret": "privacy.noise secret, which is drawn once",
-        "verification when data.worker_local": "data.worker_local, rows that no other worker has",
+        "verification when strategy.type is PopulationBased and strategy.options.asynchronous":
+        "asynchronous members, as timing decides who is copied",
     }),
-    Rules("strategy.type is Federated", _UNVERIFIED, {
+    Rules("strategy.type is Federated",
+          "is not possible with {}; verify the run after its end, with stratagem verify", {
+        "verification when data.worker_local": "data.worker_local, rows that no other worker has",
         "verification when privacy": "privacy, as a round that is trained again has its price",
         "verification when strategy.options.secure_aggregation": "secure_aggregation: a client's "
         "secrets are on its own worker",
-        "verification when strategy.options.roster.open": "an open roster: a client is one worker",
-    }),
-    Rules("strategy.type is PopulationBased", _UNVERIFIED, {
-        "verification when strategy.options.asynchronous": "asynchronous members, as timing "
-        "decides who is copied",
+        "verification when strategy.options.roster.open": "an open roster, as only its own worker "
+        "trains a client",
     }),
 )
 

@@ -112,7 +112,8 @@ def _completed(value: VerifiedRun, fact: Fact | None) -> Fact | None:
     if has_differed:
         return _refuted(value.checks[0], Conclusion.OPEN)
     text = _text(missed(value, *value.checks))
-    return fact.model_copy(update={"reason": f"{fact.reason}; {text}"})
+    why = "" if value.counts.verified else ", as verification.on found no worker for them"
+    return fact.model_copy(update={"reason": f"{fact.reason}; {text}{why}"})
 
 
 def _stuck(value: VerifiedRun) -> PartyFailed | None:

@@ -70,9 +70,10 @@ class SegmentCounts:
 
     def __str__(self) -> str:
         text = f"{counted(self.verified, 'chosen segment')} verified"
-        if self.refuted:
-            text += f", {self.refuted} refuted"
-        return f"{text}, {self.missed} not" if self.missed else text
+        if self.missed:
+            chosen = counted(self.verified + self.missed, "chosen segment")
+            text = f"{self.verified} of {chosen} verified"
+        return f"{text}, {self.refuted} refuted" if self.refuted else text
 
 
 @dataclass(frozen=True, slots=True)
