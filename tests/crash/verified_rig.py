@@ -55,7 +55,7 @@ def verdicts_of(run: RunHandle) -> Verdicts:
         {name for each in refuted for name in each["quarantined"]},
         {name for each in refuted for name in each["marked"]},
         sum(event.kind == "RunResumed" for event in events),
-        events[-2].payload["reason"],
+        next(event.payload["reason"] for event in events if event.kind == "RunCompleted"),
     )
 
 

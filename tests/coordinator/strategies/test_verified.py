@@ -406,6 +406,17 @@ def test_a_commit_that_was_whole_only_later_is_verified_with_the_next_one() -> N
     assert simulation.course == undisturbed(KEPT)
 
 
+def test_a_verifier_that_trains_ahead_of_its_commits_is_named_for_each_segment() -> None:
+    simulation = begun(verified(), *"ab")
+    while simulation.queue:
+        trained = [each for each in simulation.queue if isinstance(each.fact, f.SegmentFinished)]
+        report = trained[0] if trained else simulation.queue[0]
+        simulation.queue.remove(report)
+        simulation.tell(report)
+    verified_by = [fact.workers for fact in simulation.facts(f.SegmentVerified)]
+    assert verified_by == [("b",)] * 4
+
+
 def test_a_verifier_that_becomes_a_member_verifies_no_more() -> None:
     """Nor does it count as a part of what its successor computes."""
     simulation = begun(verified(), "a", "b", disturb=always("b"))

@@ -353,7 +353,7 @@ def _begun(value: VerifiedRun) -> VerifiedRun:
         # It has no members, so nothing is due on workers that must not execute this.
         verifier = nested.restored(verifier, check.base.value)
         value = replace(value, verifier=verifier, num_repeats=value.num_repeats + 1)
-    return _aimed(replace(value, verifiers=frozenset()))
+    return _aimed(replace(value, verifiers=nested.workers(verifier)))
 
 
 def _aimed(value: VerifiedRun) -> VerifiedRun:
@@ -407,7 +407,8 @@ def _compared(value: VerifiedRun, segment: int, now_s: float) -> VerifiedRun:
     verified = SegmentVerified(
         party=ROOT, segment=segment, step=base.step, digest=base.digest, workers=names
     )
-    value = replace(value, verified=verified, verifiers=frozenset())
+    # Who is there may have trained the next segment already.
+    value = replace(value, verified=verified, verifiers=nested.workers(value.verifier))
     if check.points[1:]:
         return replace(value, checks=(replace(check, base=point, points=check.points[1:]), *others))
     return _begun(replace(value, checks=tuple(others)))
