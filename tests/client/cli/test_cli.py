@@ -263,7 +263,7 @@ def test_a_call_that_ctrl_c_has_kept_from_its_start_is_not_told_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "imported", ["stratagem.common", pytest.param("pydantic.fields", marks=pytest.mark.sweep)]
+    "imported", ["stratagem.common", pytest.param("yaml.cyaml", marks=pytest.mark.sweep)]
 )
 def test_ctrl_c_while_the_program_is_imported_ends_it_without_a_traceback(
     address: str, job_file: Path, fake: FakeCoordinator, imported: str
